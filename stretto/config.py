@@ -1,0 +1,170 @@
+"""The options of a run, as frozen, validated blocks. Importing this module loads no torch, ray or transformers.
+
+A field is a decision: ``tests/unit/test_config.py`` holds the list of them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Block(BaseModel):
+    """A frozen group of options; unknown keys are errors, nothing is coerced between types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class RunConfig(Block):
+    dir: str = Field("runs/default", description="folder of the run: metrics, events, manifest, checkpoints")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of data order, sampling noise and initialisation")
+    updates: PositiveInt = Field(150, description="optimizer updates to train, one per mini")
+    determinism: Literal["exact", "fast"] = Field(
+        "exact", description="exact: bit-identical from run to run, or refused; fast: no such promise"
+    )
+
+
+class ModelConfig(Block):
+    path: str = Field("", description="local directory or hub id of a Qwen3-VL; empty: random init from `config`")
+    config: dict[str, Any] | None = Field(
+        None, description="config block for random initialisation: text, vision and size options (see docs/models.md)"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="compute type; with bfloat16, master weights, gradients and optimizer stay float32"
+    )
+    attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of transformers")
+    min_pixels: PositiveInt = Field(1024, description="images with fewer pixels are enlarged to this many")
+    max_pixels: PositiveInt = Field(1048576, description="images with more pixels are shrunk to this many")
+
+
+class DataConfig(Block):
+    source: Literal["digits"] = Field("digits", description="built-in data set: sums of handwritten digits")
+    digits: int = Field(2, ge=1, le=16, description="digits shown per prompt")
+    worked: bool = Field(False, description="answers work the sum out step by step (longer) when true")
+    layout: Literal["one-image", "many-images", "text", "mixed"] = Field(
+        "one-image", description="digits side by side in one image, one image each, as text, or a mixture of the three"
+    )
+    labelled_images: PositiveInt = Field(60, description="digit images that the supervised warm-start may see")
+    shuffle: bool = Field(True, description="shuffle every epoch, by run.seed and the epoch's number")
+
+
+class RewardConfig(Block):
+    function: str = Field("exact_match", description="exact_match or module:function(response, answer, **info)")
+    timeout_s: PositiveFloat = Field(10.0, description="seconds that the reward of one sample may take")
+    workers: PositiveInt = Field(1, description="reward processes")
+    max_failed_fraction: float = Field(
+        0.5, ge=0, le=1, description="a partition with a larger share of failed samples stops the run"
+    )
+
+
+class RolloutConfig(Block):
+    engine: Literal["hf"] = Field("hf", description="rollout engine")
+    prompts_per_partition: PositiveInt = Field(64, description="prompt groups of one rollout batch (partition)")
+    n_samples_per_prompt: PositiveInt = Field(8, description="responses sampled for each prompt (a prompt group)")
+    groups_per_decode_batch: PositiveInt = Field(32, description="prompt groups decoded together")
+    max_response_tokens: PositiveInt = Field(16, description="length at which a response is cut")
+    temperature: NonNegativeFloat = Field(1.0, description="sampling temperature; 0 only in evaluation")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; below 1 only in evaluation")
+    top_k: NonNegativeInt = Field(0, description="top-k sampling, 0 is off; above 0 only in evaluation")
+    stop: tuple[str, ...] = Field((), description="strings that end a response")
+
+
+class AlgorithmConfig(Block):
+    advantage: Literal["grpo"] = Field("grpo", description="(R - group mean) / (unbiased group std + eps)")
+    advantage_eps: NonNegativeFloat = Field(1e-4, description="added to the group standard deviation")
+    clip_low: NonNegativeFloat = Field(0.2, lt=1, description="PPO ratio is clipped below at 1 - clip_low")
+    clip_high: NonNegativeFloat = Field(0.2, description="PPO ratio is clipped above at 1 + clip_high")
+    aggregation: Literal["token_mean", "sequence_mean"] = Field(
+        "token_mean", description="mean over all response tokens, or over samples of each sample's token mean"
+    )
+    importance_correction: Literal["auto", "none", "tis"] = Field(
+        "auto", description="token-level truncated importance sampling; auto: on when staleness.max > 0"
+    )
+    tis_cap: PositiveFloat = Field(2.0, description="TIS weight is min(exp(old - rollout), tis_cap)")
+
+
+class ActorConfig(Block):
+    data_parallel: PositiveInt = Field(1, description="data-parallel actor ranks")
+    lr: PositiveFloat = Field(4e-4, description="peak learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.99), description="AdamW betas")
+    eps: PositiveFloat = Field(1e-8, description="AdamW epsilon")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")
+    warmup_updates: NonNegativeInt = Field(5, description="updates of linear learning-rate warm-up")
+    decay_fraction: float = Field(0.3, ge=0, le=1, description="last share of the updates with linear decay")
+    decay_to: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+    grad_clip: PositiveFloat = Field(1.0, description="gradient norm above which gradients are scaled down")
+    chunks_per_mini: PositiveInt = Field(2, description="group-aligned chunks of one optimizer mini")
+    max_tokens_per_microbatch: PositiveInt = Field(8192, description="laid-out LLM tokens of one forward, padding included")
+    max_patches_per_microbatch: PositiveInt = Field(16384, description="image patches of one forward")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward to save memory")
+
+
+class StalenessConfig(Block):
+    mode: Literal["lockstep"] = Field("lockstep", description="partition k is generated by version max(0, k - max)")
+    max: NonNegativeInt = Field(1, description="bound s on (partition - version); 0 is on-policy, 1 overlaps one step")
+
+
+class PlaneConfig(Block):
+    backend: Literal["ray"] = Field("ray", description="data plane implementation")
+    capacity_mib: PositiveInt = Field(1024, description="bytes the plane may hold before producers wait")
+    fetch_timeout_s: PositiveFloat = Field(600.0, description="seconds a claim waits for its groups before it fails")
+    lease_s: PositiveFloat = Field(1800.0, description="seconds after which an unacknowledged claim is given out again")
+
+
+class CheckpointConfig(Block):
+    every: NonNegativeInt = Field(25, description="updates between checkpoints; 0: only at the end")
+    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+
+
+class EvalConfig(Block):
+    every: NonNegativeInt = Field(25, description="updates between evaluations on the validation split; 0: none")
+    prompts: PositiveInt = Field(200, description="prompts of one evaluation")
+
+
+class ClusterConfig(Block):
+    address: str = Field("", description="address of a running Ray cluster; empty: an embedded one on this machine")
+    actor_cores: tuple[int, ...] = Field((), description="CPU cores of the actor; empty: half of the machine's")
+    rollout_cores: tuple[int, ...] = Field((), description="CPU cores of the rollout; empty: the other half")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where two GPUs are there, else cpu")
+
+
+class SftConfig(Block):
+    steps: PositiveInt = Field(200, description="most supervised steps")
+    batch: PositiveInt = Field(32, description="prompts per step")
+    lr: PositiveFloat = Field(2e-3, description="learning rate after warm-up")
+    warmup_steps: NonNegativeInt = Field(10, description="steps of linear warm-up")
+    stop_exact_match: float = Field(0.28, ge=0, le=1, description="stop once validation exact match reaches this; 1: never")
+    eval_below_loss: PositiveFloat = Field(0.8, description="validate only once the average loss is below this")
+    eval_every: PositiveInt = Field(3, description="steps between validations")
+
+
+class Config(Block):
+    """A whole run. Sources, weakest first: defaults, recipe file, environment (``STRETTO_BLOCK__KEY``), ``--set``."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    actor: ActorConfig = ActorConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    plane: PlaneConfig = PlaneConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    sft: SftConfig = SftConfig()
+
+    @property
+    def importance_correction(self) -> Literal["none", "tis"]:
+        """``algorithm.importance_correction`` with ``auto`` resolved."""
+        choice = self.algorithm.importance_correction
+        if choice == "auto":
+            return "tis" if self.staleness.max > 0 else "none"
+        return choice
