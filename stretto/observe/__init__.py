@@ -1,0 +1,1 @@
+"""What a run leaves behind for its reader: events, metrics, manifest, fingerprints."""
