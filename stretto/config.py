@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -92,7 +93,7 @@ class AlgorithmConfig(Block):
 class ActorConfig(Block):
     data_parallel: PositiveInt = Field(1, description="data-parallel actor ranks")
     lr: PositiveFloat = Field(4e-4, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.99), description="AdamW betas")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.99), description="AdamW betas")
     eps: PositiveFloat = Field(1e-8, description="AdamW epsilon")
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")
     warmup_updates: NonNegativeInt = Field(5, description="updates of linear learning-rate warm-up")
@@ -100,7 +101,9 @@ class ActorConfig(Block):
     decay_to: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a share of the peak")
     grad_clip: PositiveFloat = Field(1.0, description="gradient norm above which gradients are scaled down")
     chunks_per_mini: PositiveInt = Field(2, description="group-aligned chunks of one optimizer mini")
-    max_tokens_per_microbatch: PositiveInt = Field(8192, description="laid-out LLM tokens of one forward, padding included")
+    max_tokens_per_microbatch: PositiveInt = Field(
+        8192, description="laid-out LLM tokens of one forward, padding included"
+    )
     max_patches_per_microbatch: PositiveInt = Field(16384, description="image patches of one forward")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward to save memory")
 
@@ -139,7 +142,9 @@ class SftConfig(Block):
     batch: PositiveInt = Field(32, description="prompts per step")
     lr: PositiveFloat = Field(2e-3, description="learning rate after warm-up")
     warmup_steps: NonNegativeInt = Field(10, description="steps of linear warm-up")
-    stop_exact_match: float = Field(0.28, ge=0, le=1, description="stop once validation exact match reaches this; 1: never")
+    stop_exact_match: float = Field(
+        0.28, ge=0, le=1, description="stop once validation exact match reaches this; 1: never"
+    )
     eval_below_loss: PositiveFloat = Field(0.8, description="validate only once the average loss is below this")
     eval_every: PositiveInt = Field(3, description="steps between validations")
 

@@ -1,0 +1,278 @@
+"""What options must satisfy together, and what they ask of this machine. Importing this module loads no torch, ray or
+transformers.
+
+Every check names the options it reads with their values and where those came from, and ends with the remedy.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.config import Config
+from stretto.types import ConfigError
+
+LONGEST_SHOWN = 120
+
+
+def shown(value: Any) -> str:
+    """A value as a recipe would hold it, cut where it is long."""
+    if value is None:
+        text = "unset"
+    elif isinstance(value, str | bool):
+        text = json.dumps(value, ensure_ascii=False)
+    elif isinstance(value, list | tuple):
+        text = "[" + ", ".join(shown(item) for item in value) + "]"
+    elif isinstance(value, dict):
+        text = "{" + ", ".join(f"{key} = {shown(item)}" for key, item in value.items()) + "}"
+    else:
+        text = str(value)
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 1] + "…"
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value and the source that it came from."""
+
+    value: Any
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{shown(self.value)} ({self.origin})"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One refusal: the options it is about, and the message."""
+
+    names: tuple[str, ...]
+    text: str
+
+
+class _Reader:
+    """Words a problem: ``actor.lr = 0.1 (--set), ...: why; remedy``."""
+
+    def __init__(self, config: Config, origins: Mapping[str, str]):
+        self.config = config
+        self.origins = origins
+
+    def problem(self, *names: str, why: str) -> Problem:
+        read = ", ".join(f"{n} = {Given(self._value(n), self.origins.get(n, 'default'))}" for n in names)
+        return Problem(names, f"{read}: {why}")
+
+    def _value(self, name: str) -> Any:
+        block, key = name.split(".")
+        return getattr(getattr(self.config, block), key)
+
+
+def cross_field_problems(config: Config, origins: Mapping[str, str], *, training: bool = True) -> list[Problem]:
+    """Every way in which options that are fine one by one do not fit together.
+
+    ``origins`` says where each given value came from, by dotted name; a missing one is a default. ``training = False``
+    leaves out what only matters where responses are sampled to train on them.
+    """
+    reader = _Reader(config, origins)
+    found = [*_model(config, reader), *_cores(config, reader)]
+    if training:
+        found += [*_sampling(config, reader), *_batches(config, reader), *_learning_rate(config, reader)]
+    return found
+
+
+def check(config: Config, *, training: bool = True) -> None:
+    """Raise ConfigError with every cross-field problem of a config that was made in code, by a switch for example."""
+    problems = cross_field_problems(config, {}, training=training)
+    if problems:
+        raise ConfigError([p.text for p in problems])
+
+
+def _model(config: Config, reader: _Reader) -> Iterator[Problem]:
+    model = config.model
+    if model.path and model.config is not None:
+        yield reader.problem("model.path", "model.config", why="they exclude one another; keep one of the two")
+    if not model.path and model.config is None:
+        yield reader.problem(
+            "model.path",
+            "model.config",
+            why="there is no model; set model.path to a local folder or a hub id, "
+            "or write a [model.config] table for random weights",
+        )
+    if model.max_pixels < model.min_pixels:
+        yield reader.problem("model.min_pixels", "model.max_pixels", why="set max_pixels to at least min_pixels")
+
+
+def _cores(config: Config, reader: _Reader) -> Iterator[Problem]:
+    cluster = config.cluster
+    for name, cores in (("actor_cores", cluster.actor_cores), ("rollout_cores", cluster.rollout_cores)):
+        if len(set(cores)) < len(cores) or any(core < 0 for core in cores):
+            yield reader.problem(f"cluster.{name}", why="expected core numbers from 0 on, each once")
+    shared = sorted(set(cluster.actor_cores) & set(cluster.rollout_cores))
+    if shared:
+        yield reader.problem(
+            "cluster.actor_cores",
+            "cluster.rollout_cores",
+            why=f"actor and rollout run concurrently on cores of their own; give {shown(shared)} to one of them",
+        )
+
+
+def _sampling(config: Config, reader: _Reader) -> Iterator[Problem]:
+    rollout, staleness = config.rollout, config.staleness
+    measure = "training samples from the very distribution whose log-probs it compares"
+    if rollout.temperature == 0:
+        yield reader.problem("rollout.temperature", why=f"{measure}; set a temperature above 0, such as 1.0")
+    if rollout.top_p < 1:
+        yield reader.problem("rollout.top_p", why=f"{measure}; set top_p to 1.0")
+    if rollout.top_k > 0:
+        yield reader.problem("rollout.top_k", why=f"{measure}; set top_k to 0")
+    if staleness.max > 0 and config.importance_correction == "none":
+        yield reader.problem(
+            "staleness.max",
+            "algorithm.importance_correction",
+            why='stale samples need an off-policy correction; set importance_correction to "auto" or "tis", '
+            "or staleness.max to 0",
+        )
+
+
+def _batches(config: Config, reader: _Reader) -> Iterator[Problem]:
+    groups, chunks = config.rollout.prompts_per_partition, config.actor.chunks_per_mini
+    if groups % chunks:
+        fitting = ", ".join(str(d) for d in range(1, groups + 1) if groups % d == 0)
+        yield reader.problem(
+            "rollout.prompts_per_partition",
+            "actor.chunks_per_mini",
+            why=f"a chunk holds whole prompt groups, equally many each; "
+            f"with {groups} prompts chunks_per_mini can be {fitting}",
+        )
+    if config.actor.data_parallel > 1:
+        yield reader.problem("actor.data_parallel", why="this version trains on one actor rank; set it to 1")
+
+
+def _learning_rate(config: Config, reader: _Reader) -> Iterator[Problem]:
+    updates, warmup, decay = config.run.updates, config.actor.warmup_updates, config.actor.decay_fraction
+    decaying = round(decay * updates)
+    if warmup + decaying > updates:
+        yield reader.problem(
+            "run.updates",
+            "actor.warmup_updates",
+            "actor.decay_fraction",
+            why=f"{warmup} updates of warm-up and {decaying} of decay do not fit into {updates}; "
+            f"train longer, or set warmup_updates to at most {updates - decaying} or a smaller decay_fraction",
+        )
+
+
+def check_machine(config: Config, origins: Mapping[str, str] | None = None) -> list[str]:
+    """What this machine can not give that the config asks for: cores, model folder, reward function, run folder.
+
+    Reads the machine and starts nothing. ``origins`` as returned by ``stretto.settings.load``.
+    """
+    reader = _Reader(config, origins or {})
+    found = [
+        *_machine_cores(config, reader),
+        *_model_folder(config, reader),
+        *_reward_function(config, reader),
+        *_run_folder(config, reader),
+    ]
+    return [p.text for p in found]
+
+
+def _machine_cores(config: Config, reader: _Reader) -> Iterator[Problem]:
+    cluster = config.cluster
+    if cluster.address:  # the cores of another machine can not be seen from here
+        return
+    usable = os.sched_getaffinity(0)
+    have = f"this process may use {len(usable)} core{'s' if len(usable) > 1 else ''} ({_ranges(usable)})"
+    if len(usable) < 2:
+        yield reader.problem(
+            "cluster.actor_cores",
+            "cluster.rollout_cores",
+            why=f"actor and rollout need a core each, so two; {have}; allow a second one "
+            "(taskset, the container's CPU set) or name a cluster in cluster.address",
+        )
+        return
+    for name, cores in (("actor_cores", cluster.actor_cores), ("rollout_cores", cluster.rollout_cores)):
+        missing = sorted(set(cores) - usable)
+        if missing:
+            yield reader.problem(
+                f"cluster.{name}", why=f"{have}, and {shown(missing)} is not among them; name others or leave it empty"
+            )
+        elif usable <= set(cores):
+            yield reader.problem(f"cluster.{name}", why=f"{have}, so none is left for the other side; name fewer")
+
+
+def _ranges(numbers: set[int]) -> str:
+    """``0-3, 6`` for {0, 1, 2, 3, 6}."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def is_local_path(path: str) -> bool:
+    """Whether ``model.path`` means a folder here rather than a hub id (``name`` or ``owner/name``)."""
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        return True
+    return Path(path).exists() or ("/" in path and Path(path).parent.is_dir())
+
+
+def _model_folder(config: Config, reader: _Reader) -> Iterator[Problem]:
+    path = config.model.path
+    if not path or not is_local_path(path):
+        return
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        near = folder.parent
+        inside = sorted(p.name for p in near.iterdir() if p.is_dir())[:10] if near.is_dir() else []
+        hint = f"{near} holds {', '.join(inside)}" if inside else f"nothing is in {near}"
+        yield reader.problem(
+            "model.path", why=f"there is no such folder; {hint}; name a folder or a hub id (owner/name)"
+        )
+    elif not (folder / "config.json").is_file():
+        yield reader.problem("model.path", why="the folder holds no config.json; name one that save_pretrained wrote")
+
+
+def _reward_function(config: Config, reader: _Reader) -> Iterator[Problem]:
+    function = config.reward.function
+    if function == "exact_match":
+        return
+    module, colon, name = function.partition(":")
+    if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        yield reader.problem("reward.function", why="expected exact_match or module:function")
+    elif not _module_exists(module):
+        yield reader.problem(
+            "reward.function",
+            why=f"no module {module} is on Python's path; install it, "
+            f"or put its folder into PYTHONPATH (PYTHONPATH=. for the current one)",
+        )
+
+
+def _module_exists(module: str) -> bool:
+    """Whether a module can be found, without executing it or its parent packages."""
+    path: list[str] | None = None
+    parts = module.split(".")
+    if module in sys.builtin_module_names:
+        return True
+    for depth, part in enumerate(parts):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]) if path else part, path)
+        if spec is None:
+            return False
+        path = list(spec.submodule_search_locations or [])
+        if not path and depth + 1 < len(parts):
+            return False
+    return True
+
+
+def _run_folder(config: Config, reader: _Reader) -> Iterator[Problem]:
+    folder = Path(config.run.dir).expanduser().absolute()
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if not existing.is_dir():
+        yield reader.problem("run.dir", why=f"{existing} is a file; name a folder")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield reader.problem("run.dir", why=f"{existing} can not be written to; name another folder")

@@ -1,0 +1,308 @@
+"""Where the options of a run come from: defaults, a TOML recipe, the environment and ``--set``.
+
+Every option has one dotted name (``actor.lr``). A stronger source replaces the value of a weaker one, each value
+keeps the name of its source, and everything that is wrong is reported at once. Importing this module loads no
+torch, ray or transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+
+from stretto.checks import Given, cross_field_problems, shown
+from stretto.config import Block, Config
+from stretto.types import ConfigError
+
+ENV_PREFIX = "STRETTO_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option: its dotted name, what it accepts in words, its default and what it means."""
+
+    name: str
+    form: str
+    default: Any
+    description: str
+    annotation: Any
+
+    @property
+    def env(self) -> str:
+        """The environment variable that sets it, ``STRETTO_BLOCK__KEY``."""
+        return ENV_PREFIX + self.name.replace(".", "__").upper()
+
+    @property
+    def is_table(self) -> bool:
+        return self.form == "a table"
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
+    found = [f"{word} {getattr(m, name)}" for name, word in words.items() for m in metadata if hasattr(m, name)]
+    return (" " + " and ".join(found)) if found else ""
+
+
+def _form(annotation: Any, metadata: Sequence[Any] = (), many: bool = False) -> str:
+    """What a field accepts, in words: the remedy that every error about its value ends with."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [m for extra in args[1:] for m in getattr(extra, "metadata", [extra])]
+        return _form(args[0], [*metadata, *inner], many)
+    if origin is Literal:
+        return " or ".join(json.dumps(choice) for choice in args)
+    if origin in (Union, UnionType):
+        return _form(next(a for a in args if a is not NoneType), metadata, many)
+    if origin is tuple:
+        count = "" if args[-1] is Ellipsis else f"{len(args)} "
+        return f"a list of {count}{_form(args[0], metadata, many=True)}"
+    if origin is dict:
+        return "a table"
+    if annotation is bool:
+        return "true or false"
+    noun = {int: "integer", float: "number", str: "string"}[annotation]
+    article = "an" if noun == "integer" else "a"
+    return (f"{noun}s" if many else f"{article} {noun}") + _bounds(metadata)
+
+
+def _blocks() -> dict[str, type[Block]]:
+    annotations = {name: field.annotation for name, field in Config.model_fields.items()}
+    return {name: block for name, block in annotations.items() if isinstance(block, type) and issubclass(block, Block)}
+
+
+def options() -> dict[str, Option]:
+    """Every option of a run by its dotted name, in the order of ``stretto/config.py``."""
+    return {
+        f"{block}.{key}": Option(
+            name=f"{block}.{key}",
+            form=_form(field.annotation, field.metadata),
+            default=field.default,
+            description=field.description or "",
+            annotation=field.annotation,
+        )
+        for block, model in _blocks().items()
+        for key, field in model.model_fields.items()
+    }
+
+
+OPTIONS = options()
+BLOCKS = tuple(_blocks())
+
+
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    return by_lower[difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.0)[0]]
+
+
+def suggest(name: str) -> str:
+    """The option that a misspelled dotted name most likely means: a key of that name in another block first,
+    then the nearest key of the named block, then the nearest of all options.
+    """
+    block, dot, key = name.partition(".")
+    key = key if dot else block
+    same_key = [option for option in OPTIONS if option.endswith(f".{key.lower()}")]
+    same_block = [option for option in OPTIONS if dot and option.startswith(f"{block.lower()}.")]
+    return _nearest(name, same_key or same_block or OPTIONS)
+
+
+def parse_text(text: str, option: Option | None = None) -> Any:
+    """The value of an environment variable or of ``--set``: TOML where it is TOML, else the bare string.
+
+    A string option takes any text that is not a quoted TOML string as it stands, so ``run.dir=2026`` needs no quotes.
+    """
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    if set(parsed) != {"value"}:  # a line break in the text started a second TOML key
+        return text
+    value = parsed["value"]
+    wants_text = option is not None and (option.annotation is str or get_origin(option.annotation) is Literal)
+    return text if wants_text and not isinstance(value, str) else value
+
+
+class _Draft:
+    """Values gathered so far, weakest source first, with everything that is wrong about their names."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Given] = {}
+        self.inner_origins: dict[str, str] = {}
+        self.problems: list[str] = []
+        self.suspects: set[str] = set()
+        self.unread = False
+
+    def unknown(self, name: str, origin: str) -> None:
+        """Report a name that is no option; a check of the option that it seems to mean would only repeat that."""
+        near = suggest(name)
+        self.suspects.add(near)
+        self.problems.append(f"{_key(name)} ({origin}): no such option; did you mean {near}?")
+
+    def assign(self, name: str, value: Any, origin: str) -> None:
+        """Set an option, or one entry inside a table option (``model.config.text.hidden_size``)."""
+        block, key, *inner = [*name.split("."), ""][:2] + name.split(".")[2:]
+        option = OPTIONS.get(f"{block}.{key}")
+        if option is None or (inner and not option.is_table):
+            self.unknown(name, origin)
+            return
+        if not inner:
+            self.given[option.name] = Given(_as_declared(option, value), origin)
+            for stale in [n for n in self.inner_origins if n.startswith(f"{option.name}.")]:
+                del self.inner_origins[stale]
+            return
+        before = self.given.get(option.name, Given({}, origin))
+        table: Any = copy.deepcopy(before.value) if isinstance(before.value, dict) else {}
+        self.given[option.name] = Given(table, before.origin)
+        for part in inner[:-1]:
+            if not isinstance(table.setdefault(part, {}), dict):
+                table[part] = {}
+            table = table[part]
+        table[inner[-1]] = value
+        self.inner_origins[name] = origin
+
+    def read_file(self, path: Path) -> None:
+        origin = f"file {path}"
+        try:
+            data = _read_toml(path)
+        except ConfigError as error:
+            self.problems += error.problems
+            self.unread = True
+            return
+        for block, table in data.items():
+            if block not in BLOCKS:
+                if isinstance(table, dict):
+                    self.problems.append(
+                        f"{_key(block)} ({origin}): no such block; did you mean [{_nearest(block, BLOCKS)}]?"
+                    )
+                else:
+                    self.problems.append(
+                        f"{_key(block)} ({origin}): options stand in blocks; did you mean {suggest(block)}?"
+                    )
+            elif not isinstance(table, dict):
+                self.problems.append(f"{block} = {shown(table)} ({origin}): expected a table, headed [{block}]")
+            else:
+                for key, value in table.items():
+                    if "." in key:  # a quoted key: never an option, nor a path into a table
+                        self.unknown(f"{block}.{key}", origin)
+                    else:
+                        self.assign(f"{block}.{key}", value, origin)
+
+    def read_environment(self, environ: Mapping[str, str]) -> None:
+        for variable in sorted(v for v in environ if v.startswith(ENV_PREFIX)):
+            name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            option = OPTIONS.get(".".join(name.split(".")[:2]))
+            if option is None or (name != option.name and not option.is_table):
+                near = OPTIONS[suggest(name)]
+                self.suspects.add(near.name)
+                self.problems.append(
+                    f"{variable} (environment): no such option; did you mean {near.env}? "
+                    f"The prefix {ENV_PREFIX} is kept for options: unset the variable or correct its name"
+                )
+                continue
+            exact = option if name == option.name else None
+            self.assign(name, parse_text(environ[variable], exact), f"environment {variable}")
+
+    def read_sets(self, sets: Sequence[str]) -> None:
+        for text in sets:
+            name, equals, value = text.partition("=")
+            name = name.strip()
+            if not equals:
+                self.problems.append(
+                    f"--set {shown(text)}: expected block.key=value, such as --set {suggest(name)}=VALUE"
+                )
+                continue
+            self.assign(name, parse_text(value.strip(), OPTIONS.get(name)), "--set")
+
+    def bad_values(self) -> dict[str, str]:
+        """One problem for every option whose value has the wrong type or lies outside its range."""
+        try:
+            _build(self.given)
+        except ValidationError as error:
+            names = dict.fromkeys(".".join(str(part) for part in e["loc"][:2]) for e in error.errors())
+            return {
+                name: f"{name} = {self.given[name]}: expected {OPTIONS[name].form}; "
+                f"the default is {shown(OPTIONS[name].default)}"
+                for name in names
+            }
+        return {}
+
+
+def _key(name: str) -> str:
+    """A key as it is written, quoted where it holds anything but bare TOML characters."""
+    return name if name and all(c.isalnum() or c in "_-." for c in name) else json.dumps(name)
+
+
+def _as_declared(option: Option, value: Any) -> Any:
+    """TOML has lists only: a tuple option takes one. Nothing else is converted."""
+    return tuple(value) if get_origin(option.annotation) is tuple and isinstance(value, list) else value
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        folder = path.parent
+        if path.is_dir():
+            raise ConfigError([f"recipe {path} is a folder: name one of its files ({_recipes_in(path)})"])
+        where = f"in {folder}: {_recipes_in(folder)}" if folder.is_dir() else f"there is no folder {folder} either"
+        raise ConfigError([f"recipe {path} does not exist; {where}"])
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f"recipe {path} is not valid TOML: {error}"]) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"recipe {path} can not be read: {error}"]) from error
+
+
+def _recipes_in(folder: Path) -> str:
+    return ", ".join(sorted(p.name for p in folder.glob("*.toml"))) or "no recipe (*.toml)"
+
+
+def load(
+    recipe: Path | None,
+    sets: Sequence[str] = (),
+    environ: Mapping[str, str] = os.environ,
+    *,
+    training: bool = True,
+) -> tuple[Config, dict[str, str]]:
+    """Resolve the options of a run: defaults < ``recipe`` < ``environ`` < ``sets``.
+
+    ``sets`` are ``block.key=value`` texts. ``training = False`` (evaluation, export) leaves out the checks that only
+    concern training rollouts. Returns the config and, by dotted name, where each value came from: ``default``,
+    ``file recipes/x.toml``, ``environment STRETTO_ACTOR__LR`` or ``--set``.
+
+    Raises ConfigError with every problem at once: names, types, ranges and options that do not fit together.
+    Nothing is asked of the machine here; that is ``stretto.checks.check_machine``.
+    """
+    draft = _Draft()
+    if recipe is not None:
+        draft.read_file(recipe)
+    draft.read_environment(environ)
+    draft.read_sets(sets)
+    bad = draft.bad_values()
+    good = {name: given for name, given in draft.given.items() if name not in bad}
+    config = _build(good)
+    draft.problems += bad.values()
+    if not draft.unread:
+        origins = {name: given.origin for name, given in good.items()}
+        crossed = cross_field_problems(config, origins, training=training)
+        draft.problems += [p.text for p in crossed if not (bad.keys() | draft.suspects) & set(p.names)]
+    if draft.problems:
+        raise ConfigError(draft.problems)
+    sources = {name: good[name].origin if name in good else "default" for name in OPTIONS}
+    return config, sources | draft.inner_origins
+
+
+def _build(given: Mapping[str, Given]) -> Config:
+    nested: dict[str, dict[str, Any]] = {}
+    for name, item in given.items():
+        block, key = name.split(".")
+        nested.setdefault(block, {})[key] = item.value
+    return Config.model_validate(nested)
