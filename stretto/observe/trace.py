@@ -2,8 +2,8 @@
 
 Several processes append to one file. Each line is one JSON object, written whole; times are nanoseconds of
 CLOCK_MONOTONIC, which all processes of one machine and one boot share. The first line of every process,
-``{"type": "process", "name": "process.start", ...}``, holds the same instant on both clocks, so that readers can
-place runs of different boots on one axis.
+``{"type": "process", "name": "process.start", ...}``, holds its boot and the same instant on both clocks, so that
+readers can place sessions of different boots on one axis.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from stretto.observe.hardware import boot_id
 from stretto.types import StrettoError
 
 FLUSH_INTERVAL_S = 0.5
@@ -183,6 +184,7 @@ class Tracer:
             "name": "process.start",
             "process": self.process,
             "pid": os.getpid(),
+            "boot": boot_id(),
             "time_ns": time.monotonic_ns(),
             "unix_ns": time.time_ns(),
         }
