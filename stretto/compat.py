@@ -1,0 +1,92 @@
+"""What differs between the releases of transformers that are supported (5.17 to 5.3x), each with the condition under
+which it goes. Importing this module loads no torch and no transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@functools.cache
+def _cache_name() -> str:
+    from transformers import Qwen3VLTextModel
+
+    return "cache" if "cache" in inspect.signature(Qwen3VLTextModel.forward).parameters else "past_key_values"
+
+
+def cache_kwargs(cache: Any) -> dict[str, Any]:
+    """The keyword that hands a model its key-value cache: ``past_key_values`` up to 5.23, ``cache`` from 5.24 on (the
+    old name warns there and ends with 5.40). The model fills the object in place, so no output is read back.
+
+    Remove once the lowest supported release is 5.24: pass ``cache=cache``.
+    """
+    return {_cache_name(): cache}
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """Vision output of a run of images: ``pooled`` [M, H] and one [M, H] per deepstack level; M image tokens."""
+
+    pooled: Tensor
+    deepstack: tuple[Tensor, ...]
+
+    def select(self, index: Tensor) -> ImageFeatures:
+        """Rows ``index`` [K] of every tensor, to repeat an image for every sample that shows it."""
+        return ImageFeatures(
+            self.pooled.index_select(0, index), tuple(level.index_select(0, index) for level in self.deepstack)
+        )
+
+
+def image_features(model: nn.Module, pixel_values: Tensor, image_grid_thw: Tensor) -> ImageFeatures:
+    """The vision forward of a Qwen3-VL. 5.17 returns deepstack levels whole, 5.19 and later split by image.
+
+    Remove the joining of levels once the lowest supported release is 5.19.
+    """
+    import torch
+
+    output = model.get_submodule("model").get_image_features(pixel_values, image_grid_thw)  # type: ignore[operator]
+    levels = (level if isinstance(level, torch.Tensor) else torch.cat(level) for level in output.deepstack_features)
+    return ImageFeatures(torch.cat(output.pooler_output), tuple(levels))
+
+
+def last_hidden_state(
+    model: nn.Module,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor | None,
+    image: ImageFeatures | None,
+    image_token_id: int,
+    cache: Any | None = None,
+) -> Tensor:
+    """Hidden states [B, S, H] of a Qwen3-VL over text [B, S] and ready ``image`` features, one row per image token of
+    ``input_ids`` in order. Fills ``cache`` where one is given.
+
+    5.19 and later take ready features as ``mm_encoder_outputs``; 5.17 has no such argument and would *silently drop* the
+    images, so the features are placed here and the language model is called, which is what every release does itself.
+
+    Remove once the lowest supported release is 5.19: call ``model.model(..., mm_encoder_outputs={"image": ...})``.
+    Raises ValueError where features and image tokens differ in number.
+    """
+    embeddings = model.get_input_embeddings()(input_ids)  # type: ignore[operator]
+    extra: dict[str, Any] = {} if cache is None else cache_kwargs(cache)
+    if image is not None:
+        mask = input_ids == image_token_id
+        tokens = int(mask.sum())
+        if tokens != len(image.pooled):
+            raise ValueError(f"{tokens} image tokens for {len(image.pooled)} image features")
+        embeddings = embeddings.masked_scatter(mask[..., None], image.pooled.to(embeddings.dtype))
+        extra |= {"visual_pos_masks": mask, "deepstack_visual_embeds": list(image.deepstack)}
+    language_model = model.get_submodule("model.language_model")
+    return language_model(
+        inputs_embeds=embeddings,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        use_cache=cache is not None,
+        **extra,
+    )[0]
