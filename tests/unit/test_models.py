@@ -1,0 +1,177 @@
+"""The Qwen3-VL adapter against transformers' own processor, positions and forward."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from transformers import Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+
+from stretto.config import ModelConfig
+from stretto.models.batch import SampleInput
+from stretto.models.loading import load_family, load_model, save_model
+from stretto.models.logprobs import entropy, scaled_logits, token_logprobs
+from stretto.models.positions import mrope_positions
+from stretto.types import ConfigError, Prompt, StrettoError
+
+LAYOUTS = [(), ((32, 64),), ((64, 32), (32, 32), (96, 64))]
+
+
+class ImageOnlyProcessor(Qwen3VLProcessor):
+    """transformers' processor without its video half, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, name, argument):
+        return None if argument is None else super().check_argument_for_proper_class(name, argument)
+
+
+@pytest.mark.parametrize("images", LAYOUTS)
+def test_processing_equals_the_processor_of_transformers(images):
+    family = tiny.family()
+    prompt = tiny.prompt(1, images)
+    processed = family.process(prompt)
+    reference = ImageOnlyProcessor(family.image_processor, family.tokenizer, None, family.tokenizer.chat_template)
+    text = reference.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
+    out = reference(text=[text], images=list(prompt.images) or None, return_tensors="np", input_data_format="channels_last")
+    np.testing.assert_array_equal(processed.prompt_ids, out["input_ids"][0])
+    np.testing.assert_array_equal(processed.mm_token_type_ids, out["mm_token_type_ids"][0])
+    if images:
+        np.testing.assert_array_equal(processed.pixel_values, out["pixel_values"])
+        np.testing.assert_array_equal(processed.image_grid_thw, out["image_grid_thw"])
+    else:
+        assert processed.pixel_values.shape == (0, 1536) and processed.image_grid_thw.shape == (0, 3)
+
+
+def test_images_and_image_parts_must_match_in_number():
+    family = tiny.family()
+    good = tiny.prompt(1)
+    with pytest.raises(StrettoError, match=r"row row-1: 0 image\(s\), but its messages have 1 place"):
+        family.process(Prompt(row_id=good.row_id, messages=good.messages))
+    forged = ({"role": "user", "content": [{"type": "text", "text": "<|image_pad|>"}]},)
+    with pytest.raises(StrettoError, match="row x: 0 image"):
+        family.process(Prompt(row_id="x", messages=forged))
+
+
+@pytest.mark.parametrize("images", LAYOUTS)
+def test_positions_equal_those_of_transformers(images):
+    family, model = tiny.family(), tiny.model()
+    processed = family.process(tiny.prompt(2, images))
+    positions, after = mrope_positions(processed.mm_token_type_ids, processed.image_grid_thw, family.merge_size)
+    ids = torch.from_numpy(processed.prompt_ids.astype(np.int64))[None]
+    grid = torch.from_numpy(processed.image_grid_thw.astype(np.int64)) if images else None
+    types = torch.from_numpy(processed.mm_token_type_ids.astype(np.int32))[None]
+    expected, delta = model.model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid)
+    np.testing.assert_array_equal(positions, expected[:, 0].numpy())
+    assert after == len(processed.prompt_ids) + int(delta[0])
+
+
+def test_a_mixed_batch_gives_each_sample_what_transformers_gives_it_alone():
+    family, model = tiny.family(), tiny.model()
+    responses = [family.encode_answer("3+5=8"), family.encode_answer("1"), np.asarray([], np.int32)]
+    processed = [family.process(tiny.prompt(i, images)) for i, images in enumerate(LAYOUTS)]
+    batch = family.collate([SampleInput(p, r) for p, r in zip(processed, responses, strict=True)])
+    assert batch.lengths == (6, 2, 0) and batch.row_T.tolist() == [0] * 6 + [1] * 2
+    with torch.no_grad():
+        logits = family.response_logits(model, batch).split(list(batch.lengths))
+        for prompt, response, got in zip(processed, responses, logits, strict=True):
+            ids = torch.from_numpy(np.concatenate([prompt.prompt_ids, response]).astype(np.int64))[None]
+            extra = {}
+            if len(prompt.pixel_values):
+                extra = {
+                    "pixel_values": torch.from_numpy(prompt.pixel_values),
+                    "image_grid_thw": torch.from_numpy(prompt.image_grid_thw.astype(np.int64)),
+                    "mm_token_type_ids": (ids == family.config.image_token_id).int(),
+                }
+            model.model.rope_deltas = None
+            alone = model(input_ids=ids, **extra).logits[0]
+            first = len(prompt.prompt_ids) - 1
+            torch.testing.assert_close(got, alone[first : first + len(response)], rtol=0, atol=2e-5)
+
+
+def test_one_vision_forward_a_group_is_bit_equal_to_repeated_pixels():
+    family, model = tiny.family(), tiny.model()
+    answer = family.encode_answer("3+5=8")
+    processed = [family.process(tiny.prompt(i)) for i in range(3)]
+    copies = [family.process(tiny.prompt(i)) for i in range(3) for _ in range(4)]
+    shared = family.collate([SampleInput(p, answer) for p in processed for _ in range(4)])
+    repeated = family.collate([SampleInput(p, answer) for p in copies])
+    assert len(shared.inputs.pixel_values) * 4 == len(repeated.inputs.pixel_values)
+    with torch.no_grad():
+        assert torch.equal(family.response_logits(model, shared), family.response_logits(model, repeated))
+
+
+def test_no_grad_and_grad_forwards_are_bit_identical():
+    family, model = tiny.family(), tiny.model()
+    batch = family.collate([SampleInput(family.process(tiny.prompt(i)), family.encode_answer("3+5=8")) for i in range(5)])
+    with torch.no_grad():
+        without = family.response_logits(model, batch)
+    assert torch.equal(without, family.response_logits(model, batch))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "expected"),
+    [(0.5, -math.log1p(math.exp(-4.0))), (1.0, -math.log1p(math.exp(-2.0))), (1.5, -math.log1p(math.exp(-2 / 1.5)))],
+)
+def test_the_log_prob_measure_divides_by_temperature_before_the_softmax(temperature, expected):
+    logits = torch.tensor([[2.0, 0.0]])
+    got = token_logprobs(logits, torch.tensor([0]), torch.zeros(2, dtype=torch.bool), temperature)
+    assert got.dtype == torch.float32
+    assert got.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_suppressed_ids_have_no_probability_and_no_share_of_the_entropy():
+    logits = torch.tensor([[1.0, 1.0, 50.0]], dtype=torch.bfloat16)
+    suppressed = torch.tensor([False, False, True])
+    assert token_logprobs(logits, torch.tensor([1]), suppressed, 1.0).item() == pytest.approx(math.log(0.5), abs=1e-6)
+    assert entropy(logits, suppressed, 1.0).item() == pytest.approx(math.log(2), abs=1e-6)
+    assert scaled_logits(logits, suppressed, 1.0)[0, 2].item() == -math.inf
+
+
+def test_vision_and_special_ids_are_suppressed_but_eos_is_not():
+    family = tiny.family()
+    ids = family.tokenizer.convert_tokens_to_ids
+    assert all(family.suppressed_V[ids(t)] for t in ("<|image_pad|>", "<|vision_start|>", "<|im_start|>", "<|endoftext|>"))
+    assert not family.suppressed_V[list(family.eos_ids)].any()
+    assert not family.suppressed_V[family.encode_answer("3+5=8")].any()
+
+
+def test_a_saved_directory_loads_with_from_pretrained_and_gives_the_same_bits(tmp_path):
+    family, model = tiny.family(), tiny.model()
+    save_model(family, model, tmp_path / "model")
+    plain = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    again = load_family(ModelConfig(path=str(tmp_path / "model")))
+    assert again.eos_ids == family.eos_ids
+    assert torch.equal(again.suppressed_V, family.suppressed_V)
+    state = model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
+    first, second = family.process(tiny.prompt(3)), again.process(tiny.prompt(3))
+    np.testing.assert_array_equal(first.prompt_ids, second.prompt_ids)
+    np.testing.assert_array_equal(first.pixel_values, second.pixel_values)
+
+
+def test_random_initialisation_is_a_function_of_the_seed_and_leaves_the_global_generator_alone():
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    one, two, other = tiny.model(1), tiny.model(1), tiny.model(2)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+
+
+def test_a_model_that_cannot_be_loaded_names_key_value_and_remedy(tmp_path):
+    with pytest.raises(ConfigError, match=r"model.path = .*nowhere.*config.json"):
+        load_family(ModelConfig(path=str(tmp_path / "nowhere")))
+    with pytest.raises(ConfigError, match=r"model.config.txt: unknown"):
+        load_family(ModelConfig(config={"txt": {}}))
+
+
+def test_a_processor_that_does_not_fit_the_model_is_refused(tmp_path):
+    family, model = tiny.family(), tiny.model()
+    save_model(family, model, tmp_path)
+    config = tmp_path / "preprocessor_config.json"
+    config.write_text(config.read_text().replace('"patch_size": 16', '"patch_size": 14'))
+    with pytest.raises(ConfigError, match="patch_size is 16, the image processor's is 14"):
+        load_family(ModelConfig(path=str(tmp_path)))
+    assert load_model(ModelConfig(path=str(tmp_path)), 0) is not None
