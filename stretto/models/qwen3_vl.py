@@ -195,29 +195,24 @@ class Qwen3VL:
     # Forward -----------------------------------------------------------------------------------------------------
 
     def hidden_states(self, model: nn.Module, inputs: ModelInputs, cache: Any | None = None) -> Tensor:
-        """Last hidden states [B, S, H]; fills ``cache`` where one is given."""
-        extra: dict[str, Any] = {}
-        if inputs.pixel_values is not None:
-            extra["mm_encoder_outputs"] = {"image": self._image_features(model, inputs)}
-        if cache is not None:
-            extra |= compat.cache_kwargs(cache)
-        return model.model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=inputs.attention_mask,
-            use_cache=cache is not None,
-            **extra,
-        )[0]
+        """Last hidden states [B, S, H]; fills ``cache`` where one is given.
 
-    def _image_features(self, model: nn.Module, inputs: ModelInputs) -> Any:
-        """One vision forward over the distinct images, its rows repeated for every sample that shows them."""
-        features = model.model.get_image_features(inputs.pixel_values, inputs.image_grid_thw)
-        index = inputs.image_token_index
-        features.pooler_output = (torch.cat(tuple(features.pooler_output)).index_select(0, index),)
-        features.deepstack_features = [
-            (torch.cat(tuple(level)).index_select(0, index),) for level in features.deepstack_features
-        ]
-        return features
+        One vision forward over the distinct images, its rows repeated for every sample that shows them.
+        """
+        image = None
+        if inputs.pixel_values is not None:
+            assert inputs.image_grid_thw is not None and inputs.image_token_index is not None
+            image = compat.image_features(model, inputs.pixel_values, inputs.image_grid_thw)
+            image = image.select(inputs.image_token_index)
+        return compat.last_hidden_state(
+            model,
+            inputs.input_ids,
+            inputs.position_ids,
+            inputs.attention_mask,
+            image,
+            self.config.image_token_id,
+            cache,
+        )
 
     def response_logits(self, model: nn.Module, batch: SampleBatch) -> Tensor:
         """Logits [T, V] that predict each response token, in row order; the vocabulary is projected only there."""
