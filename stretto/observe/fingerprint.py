@@ -229,8 +229,8 @@ def column_sum(rows: Sequence[np.ndarray], indexes: Sequence[int]) -> TensorSum:
     if len(dtypes) > 1:
         raise ValueError(f"a column has one dtype, not {sorted(map(str, dtypes))}")
     lengths = np.array([row.size for row in rows], np.int64)
-    if lengths.max() * max(1, rows[0].dtype.itemsize // 4) <= BLOCK:
-        values = _row_sums(rows, lengths)
+    if lengths.max() * max(1, rows[0].dtype.itemsize // 4) <= BLOCK and lengths.mean() < 512:
+        values = _row_sums(rows, lengths)  # many short rows: one pass over all is faster than a call for each
     else:
         values = np.array([element_sum(row) for row in rows], np.uint64).view(np.int64)
     values = values + lengths * np.uint64(_LENGTH_MULTIPLIER).view(np.int64)

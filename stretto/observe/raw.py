@@ -1,23 +1,27 @@
 """Raw per-sample values of every update, stored as they were used: ``raw/update_000012.safetensors``.
 
-One safetensors file per update, rows sorted by ``global_index``. Per-sample columns are [B]; ragged columns are one
-flat array, cut by ``response_tokens``:
+One safetensors file per update, rows sorted by ``global_index``. A column holds one value per sample, [B], or, for the
+names in ``RAGGED``, one per response token, flat in row order, [T]: ``lengths`` cuts it (see ``ragged``).
 
-===================  =======  =====  =====================================================
-global_index         int64    [B]    unique within the partition
-response_tokens      int32    [B]    length of each response, R
-rewards              float32  [B]
-advantages           float32  [B]
-old_logprobs         float32  [T]    per response token, T = sum of response_tokens
-===================  =======  =====  =====================================================
+================  =======  ===  ======================================================
+global_index      int64    [B]  unique within the partition
+lengths           int32    [B]  response tokens of each sample; their sum is T
+rewards           float64  [B]
+valid             bool     [B]  False: reward or engine failed
+advantages        float32  [B]
+response_ids      int32    [T]
+rollout_logprobs  float32  [T]  as the rollout engine reported them
+old_logprobs      float32  [T]  under the weights before the update
+train_logprobs    float32  [T]  of the training forward
+================  =======  ===  ======================================================
 
-Further columns that the caller names (``valid``, ``rollout_logprobs``, …) follow the same two forms.
+The dtypes are the caller's; only ``global_index`` and ``lengths`` are required.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +30,7 @@ from safetensors.numpy import load_file, save
 
 from stretto.types import StrettoError
 
-Column = np.ndarray | Sequence[np.ndarray] | Sequence[float] | Sequence[int] | Sequence[bool]
+RAGGED = frozenset({"response_ids", "rollout_logprobs", "old_logprobs", "train_logprobs"})
 _FILE = re.compile(r"update_(\d{6,})\.safetensors")
 
 
@@ -49,53 +53,44 @@ class RawLog:
                 (directory / "undone").mkdir(exist_ok=True)
                 path.replace(directory / "undone" / path.name)
 
-    def write(
-        self,
-        update: int,
-        *,
-        global_index: Sequence[int] | np.ndarray,
-        old_logprobs: Sequence[np.ndarray],
-        advantages: Sequence[float] | np.ndarray,
-        rewards: Sequence[float] | np.ndarray,
-        **columns: Column,
-    ) -> Path:
-        """Stores one update. Rows may come in any order; a list of arrays is a ragged column, one array per sample.
+    def write(self, update: int, *parts: Mapping[str, np.ndarray]) -> Path:
+        """Stores one update, given the columns of each rank (one part: all of it), rows in any order.
 
-        Raises StrettoError for a duplicate index or a column of another length.
+        Raises StrettoError where a sample occurs twice, or columns do not fit one another.
         """
-        index = np.asarray(global_index, np.int64)
-        order = np.argsort(index, kind="stable")
-        if len(np.unique(index)) != len(index):
-            raise StrettoError(f"raw values of update {update}: a global_index occurs twice")
-        lengths = np.array([len(row) for row in old_logprobs], np.int32)
-        stored: dict[str, np.ndarray] = {"global_index": index[order]}
-        ragged = {"old_logprobs": old_logprobs}
-        flat: dict[str, Column] = {"advantages": np.asarray(advantages, np.float32)}
-        flat["rewards"] = np.asarray(rewards, np.float32)
-        for name, column in columns.items():
-            if isinstance(column, np.ndarray) or not len(column) or not isinstance(column[0], np.ndarray):
-                flat[name] = column
-            else:
-                ragged[name] = column  # type: ignore[assignment]
-        for name, rows in ragged.items():
-            if len(rows) != len(index) or any(len(row) != n for row, n in zip(rows, lengths, strict=True)):
-                raise StrettoError(f"raw values of update {update}: {name} and old_logprobs differ in length")
-            stored[name] = np.concatenate([rows[i] for i in order]) if len(rows) else np.zeros(0, np.float32)
-        stored["response_tokens"] = lengths[order]
-        for name, column in flat.items():
-            values = np.asarray(column)
-            if values.shape != index.shape:
-                raise StrettoError(f"raw values of update {update}: {name} is {values.shape}, not {index.shape}")
-            stored[name] = values[order]
+        try:
+            columns = _merge(parts)
+        except ValueError as error:
+            raise StrettoError(f"raw values of update {update}: {error}") from None
         path = raw_path(self.run_dir, update)
         temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(save(stored))
+        temporary.write_bytes(save(columns))
         temporary.replace(path)
         return path
 
 
+def _merge(parts: tuple[Mapping[str, np.ndarray], ...]) -> dict[str, np.ndarray]:
+    names = set(parts[0])
+    if any(set(part) != names for part in parts):
+        raise ValueError(f"ranks have different columns: {[sorted(part) for part in parts]}")
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    index, lengths = joined["global_index"], joined["lengths"]
+    for name, values in joined.items():
+        rows = int(lengths.sum()) if name in RAGGED else len(index)
+        if values.shape != (rows,):
+            raise ValueError(f"column {name} has shape {values.shape}, not ({rows},)")
+    order = np.argsort(index, kind="stable")
+    if (np.diff(index[order]) == 0).any():
+        twice = index[order][:-1][np.diff(index[order]) == 0]
+        raise ValueError(f"global_index {int(twice[0])} occurs twice")
+    # Where row order[j] starts among the tokens, repeated over its tokens, plus the position within the row.
+    starts, sizes = (np.cumsum(lengths) - lengths)[order], lengths[order]
+    tokens = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
+    return {name: values[tokens if name in RAGGED else order] for name, values in joined.items()}
+
+
 def read_raw(run_dir: Path | str, update: int) -> dict[str, np.ndarray]:
-    """The columns of one update; ``ragged`` cuts the flat ones. Raises StrettoError where there is none."""
+    """The columns of one update. Raises StrettoError where there is no such file, or none that is whole."""
     path = raw_path(run_dir, update)
     try:
         return load_file(path)
@@ -103,6 +98,6 @@ def read_raw(run_dir: Path | str, update: int) -> dict[str, np.ndarray]:
         raise StrettoError(f"no raw values of update {update} at {path}: {error}") from None
 
 
-def ragged(flat: np.ndarray, response_tokens: np.ndarray) -> list[np.ndarray]:
+def ragged(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     """Cuts a flat column [T] into one array per sample."""
-    return np.split(flat, np.cumsum(response_tokens)[:-1])
+    return np.split(flat, np.cumsum(lengths)[:-1])

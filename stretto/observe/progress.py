@@ -1,0 +1,264 @@
+"""What a run shows while it runs: a live display on a terminal, plain single lines elsewhere.
+
+While the live display is up, everything else that this process and its later children write to the terminal goes to
+``output.log`` in the run folder, so that nothing ever lands in the middle of the display.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from stretto.types import Evaluation
+
+_BARS = "▁▂▃▄▅▆▇█"
+_ASCII_BARS = "_.-~=+*#"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One update, as shown. ``reward`` is the mean over valid samples; ``tokens_per_s`` counts prompt and response
+    tokens without padding; the waits are seconds of this step in which a side had nothing to work on.
+    """
+
+    update: int
+    reward: float
+    tokens_per_s: float
+    staleness: float
+    step_s: float
+    actor_waited_s: float
+    rollout_waited_s: float
+
+
+class Progress(Protocol):
+    """A context manager; what a run shows is shown between enter and exit."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+    def note(self, message: str) -> None:
+        """One line for the user: what is being waited for, or what happened."""
+        ...
+
+    def evaluation(self, result: Evaluation) -> None: ...
+    def step(self, report: StepReport) -> None:
+        """The update ``report.update`` (from 0) is done."""
+        ...
+
+
+def sparkline(values: Sequence[float], width: int = 40, *, ascii_only: bool = False) -> str:
+    """The course of a series as at most ``width`` characters, each the mean of a run of values, scaled from the least
+    to the greatest of these means. Non-finite values are left out; a run of nothing else is a blank.
+    """
+    bars = _ASCII_BARS if ascii_only else _BARS
+    n = min(width, len(values))
+    means = []
+    for i in range(n):
+        part = [v for v in values[i * len(values) // n : (i + 1) * len(values) // n] if math.isfinite(v)]
+        means.append(math.fsum(part) / len(part) if part else math.nan)
+    finite = [m for m in means if math.isfinite(m)]
+    low, span = (min(finite), max(finite) - min(finite)) if finite else (0.0, 0.0)
+    return "".join(
+        " " if not math.isfinite(m) else bars[0 if span == 0 else round((m - low) / span * (len(bars) - 1))]
+        for m in means
+    )
+
+
+def duration(seconds: float) -> str:
+    """45 s, 3:07 (minutes), 2:03:07 (hours); ? for a duration that is not known."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def summary(
+    *,
+    updates: int,
+    wall_s: float,
+    rewards: Sequence[float],
+    tokens: float,
+    run_dir: Path | str,
+    before: Evaluation | None = None,
+    after: Evaluation | None = None,
+    ascii_only: bool = False,
+) -> str:
+    """The lines that end a run: accuracy before and after, the course of the reward, speed, where the results are."""
+    lines = []
+    for label, result in (("before", before), ("after", after)):
+        if result is not None:
+            share = f"{result.correct} of {result.total} {result.split} prompts"
+            lines.append(f"exact match {label:<8}{result.exact_match:6.1%}  ({share}, policy version {result.version})")
+    finite = [r for r in rewards if math.isfinite(r)]
+    if finite:
+        course, n = sparkline(rewards, ascii_only=ascii_only), min(5, len(finite))
+        first, last = math.fsum(finite[:n]) / n, math.fsum(finite[-n:]) / n
+        lines.append(f"reward              {course}  {first:.3f} -> {last:.3f} (first and last {n} updates)")
+    speed = f", {tokens / wall_s:,.0f} tokens/s" if wall_s > 0 else ""
+    lines.append(f"updates             {updates} in {duration(wall_s)}{speed} (prompt and response, without padding)")
+    lines.append(f"results             {run_dir}")
+    return "\n".join(lines)
+
+
+class _Course:
+    """What both displays remember of the run."""
+
+    def __init__(self, updates: int, first_update: int):
+        self.updates, self.done = updates, first_update
+        self.rewards: list[float] = []
+        self.recent_s: list[float] = []
+        self.last: StepReport | None = None
+        self.evaluated: Evaluation | None = None
+
+    def add(self, report: StepReport) -> None:
+        self.last, self.done = report, report.update + 1
+        self.rewards.append(report.reward)
+        self.recent_s = [*self.recent_s[-19:], report.step_s]
+
+    def left_s(self) -> float:
+        """At the pace of the last twenty updates."""
+        if not self.recent_s:
+            return math.nan
+        return math.fsum(self.recent_s) / len(self.recent_s) * (self.updates - self.done)
+
+    def match(self) -> str:
+        if self.evaluated is None:
+            return "-"
+        return f"{self.evaluated.exact_match:.1%} ({self.evaluated.split}, version {self.evaluated.version})"
+
+
+class PlainProgress:
+    """One line per event, for files, pipes and CI."""
+
+    def __init__(self, updates: int, first_update: int = 0, stream: TextIO | None = None):
+        self._course = _Course(updates, first_update)
+        self._stream = stream or sys.stdout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stream.flush()
+
+    def note(self, message: str) -> None:
+        print(message, file=self._stream, flush=True)
+
+    def evaluation(self, result: Evaluation) -> None:
+        self._course.evaluated = result
+        self.note(f"evaluation  exact match {self._course.match()}, {result.correct} of {result.total}")
+
+    def step(self, report: StepReport) -> None:
+        self._course.add(report)
+        self.note(
+            f"update {report.update + 1}/{self._course.updates}  reward {report.reward:.3f}  "
+            f"{report.tokens_per_s:,.0f} tokens/s  staleness {report.staleness:.1f}  step {report.step_s:.2f} s  "
+            f"waited: actor {report.actor_waited_s:.2f} s, rollout {report.rollout_waited_s:.2f} s  "
+            f"left {duration(self._course.left_s())}"
+        )
+
+
+class LiveProgress:
+    """A display that redraws itself in place, on a terminal."""
+
+    def __init__(self, updates: int, first_update: int = 0, *, output_log: Path | str):
+        self._course = _Course(updates, first_update)
+        self._log = Path(output_log)
+        self._note = ""
+        self._started = time.monotonic()
+        self._ascii = "utf" not in (sys.stdout.encoding or "").lower()
+
+    def __enter__(self) -> Self:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._log_start = os.fstat(log).st_size
+        self._screen = io.TextIOWrapper(
+            os.fdopen(os.dup(1), "wb", 0), encoding=sys.stdout.encoding, errors="replace", write_through=True
+        )
+        self._live = Live(
+            get_renderable=self._render,
+            console=Console(file=self._screen, force_terminal=True),
+            refresh_per_second=4,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._saved = [os.dup(1), os.dup(2)]
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._live.stop()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for fd, saved in zip((1, 2), self._saved, strict=True):
+                os.dup2(saved, fd)
+                os.close(saved)
+            self._screen.close()
+        written = self._log.stat().st_size - self._log_start
+        if written:
+            print(f"other output of this run ({written:,} bytes): {self._log}", file=sys.stderr)
+
+    def note(self, message: str) -> None:
+        self._note = message
+
+    def evaluation(self, result: Evaluation) -> None:
+        self._course.evaluated = result
+
+    def step(self, report: StepReport) -> None:
+        self._course.add(report)
+        self._note = ""
+
+    def _render(self) -> Group:
+        course, last = self._course, self._course.last
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(
+            Text(f"update {course.done}/{course.updates}", style="bold"),
+            ProgressBar(total=course.updates, completed=course.done, width=30),
+            Text(f"{duration(time.monotonic() - self._started)} so far, {duration(course.left_s())} left"),
+        )
+        facts = Table.grid(padding=(0, 2))
+        if last is not None:
+            facts.add_row("reward", f"{last.reward:.3f}  {sparkline(course.rewards, ascii_only=self._ascii)}")
+        facts.add_row("exact match", course.match())
+        if last is not None:
+            facts.add_row("speed", f"{last.tokens_per_s:,.0f} tokens/s, {last.step_s:.2f} s an update")
+            facts.add_row("staleness", f"{last.staleness:.1f}")
+            facts.add_row("actor waited", f"{last.actor_waited_s:.2f} s for rollout")
+            facts.add_row("rollout waited", f"{last.rollout_waited_s:.2f} s for weights or room")
+        return Group(bar, facts, Text(self._note, style="dim"))
+
+
+def make_progress(updates: int, first_update: int = 0, *, run_dir: Path | str) -> Progress:
+    """The live display where standard output is a terminal that can redraw, else plain lines."""
+    if sys.stdout.isatty() and not Console().is_dumb_terminal:
+        return LiveProgress(updates, first_update, output_log=Path(run_dir) / "output.log")
+    return PlainProgress(updates, first_update)
