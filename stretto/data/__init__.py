@@ -1,0 +1,1 @@
+"""Data sets, image conversion and the processor runner. Never imports ``rollout``, ``plane`` or ``actor``."""
