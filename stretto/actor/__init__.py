@@ -1,0 +1,1 @@
+"""The training actor: forwards, advantages, loss, optimizer, weights and checkpoints of one rank."""

@@ -1,0 +1,141 @@
+"""Phase 3 of one optimizer update: ``begin / train(microbatch) ... / finish(normaliser)``.
+
+Microbatches add unnormalised loss sums in schedule order, without synchronisation; ``finish`` reduces once,
+divides, clips, and steps. The objective is the caller's, so that GRPO and supervised training share all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.actor.forward import Family, forward_logprobs
+from stretto.actor.master import MasterWeights
+from stretto.actor.optim import LrSchedule, build_adamw
+from stretto.actor.parallel import RankGroup, Statistics, reduce_sum
+from stretto.config import ActorConfig
+from stretto.models.batch import SampleBatch
+
+Objective = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""From log-probs float32 [T] (with gradient) and entropies float32 [T] (without) of one microbatch to the unnormalised
+loss sum and statistics that add up (see ``Statistics``)."""
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One optimizer update. ``applied`` is False where it was skipped, ``reason`` then says why; weights, optimizer
+    state and learning-rate schedule are then as before. ``totals`` are the statistics over all microbatches and
+    ranks; ``grad_norm`` is the norm before clipping.
+    """
+
+    applied: bool
+    reason: str
+    loss: float
+    grad_norm: float
+    lr: float
+    normaliser: int
+    totals: dict[str, float]
+
+
+class Trainer:
+    """Owns the masters, the optimizer and ``optimizer_step`` (updates applied) of one rank."""
+
+    def __init__(
+        self,
+        family: Family,
+        model: nn.Module,
+        actor: ActorConfig,
+        lr: LrSchedule,
+        *,
+        temperature: float,
+        group: RankGroup | None = None,
+    ):
+        self.family, self.model, self.temperature = family, model, temperature
+        self.group = group or RankGroup()
+        self.lr: LrSchedule = lr
+        self.grad_clip = actor.grad_clip
+        self.master = MasterWeights(model)
+        self.optimizer = build_adamw(
+            self.master.masters, betas=actor.betas, eps=actor.eps, weight_decay=actor.weight_decay
+        )
+        self.optimizer_step = 0
+        self.skipped = 0
+        if actor.gradient_checkpointing:
+            enable: Any = model.gradient_checkpointing_enable
+            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()  # transformers recomputes activations only in train mode
+        self._statistics = Statistics()
+
+    def begin(self) -> None:
+        """Start an update: gradients and statistics at zero."""
+        self.master.zero_grad()
+        self._statistics = Statistics()
+
+    def train(self, batch: SampleBatch, objective: Objective) -> Tensor:
+        """Forward and backward of one microbatch; returns its log-probs, float32 [T], detached."""
+        logprobs_T, entropy_T = forward_logprobs(self.family, self.model, batch, self.temperature, with_entropy=True)
+        assert entropy_T is not None
+        loss, statistics = objective(logprobs_T, entropy_T)
+        loss.backward()
+        self._statistics.add({"loss_sum": loss, **statistics})
+        return logprobs_T.detach()
+
+    def finish(self, normaliser: int) -> StepStats:
+        """Reduce, divide by ``normaliser`` (the same number on every rank), clip, step.
+
+        The update is skipped on all ranks alike where the loss or the gradient norm is not finite, or where there is
+        nothing to divide by (no valid sample holds a response token).
+        """
+        reduce_sum(self.master.flat_grad, self.group)
+        totals = self._statistics.reduce(self.group)
+        lr = self.lr(self.optimizer_step)
+        loss, norm, reason = math.nan, math.nan, ""
+        if normaliser <= 0:
+            reason = "no valid sample has a response token"
+        else:
+            self.master.flat_grad.div_(normaliser)
+            loss = totals["loss_sum"] / normaliser
+            norm = float(torch.linalg.vector_norm(self.master.flat_grad, dtype=torch.float64))
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                reason = f"loss {loss} or gradient norm {norm} is not finite"
+        if reason:
+            self.skipped += 1
+        else:
+            self._step(norm, lr)
+        return StepStats(not reason, reason, loss, norm, lr, normaliser, totals)
+
+    def _step(self, norm: float, lr: float) -> None:
+        if norm > self.grad_clip:
+            self.master.flat_grad.mul_(self.grad_clip / norm)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = lr
+        self.optimizer.step()
+        self.master.cast_back()
+        self.optimizer_step += 1
+
+    # State ---------------------------------------------------------------------------------------------------------
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """AdamW's state by ``<parameter>.<name>``, not copied; empty before the first applied update."""
+        return {
+            f"{name}.{key}": value
+            for name, master in zip(self.master.names, self.master.masters, strict=True)
+            for key, value in self.optimizer.state.get(master, {}).items()
+        }
+
+    def restore(
+        self, masters: dict[str, Tensor], optimizer: dict[str, Tensor], optimizer_step: int, skipped: int
+    ) -> None:
+        """Set everything that an update depends on from the forms of ``master.named`` and ``optimizer_tensors``."""
+        self.master.load(masters)
+        self.optimizer.state.clear()
+        for name, master in zip(self.master.names, self.master.masters, strict=True):
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in optimizer]
+            if keys:
+                self.optimizer.state[master] = {key: optimizer[f"{name}.{key}"].to(master.device) for key in keys}
+        self.optimizer_step, self.skipped = optimizer_step, skipped

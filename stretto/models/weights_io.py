@@ -1,0 +1,76 @@
+"""Weights as they travel: tensors to and from the host arrays of a ``WeightBucket``. Both sides use this file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stretto.types import StrettoError, TensorMeta, WeightBucket
+
+_HOST = {torch.float32: ("float32", torch.float32), torch.bfloat16: ("bfloat16", torch.uint16)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` or ``bfloat16``, the types that weights travel in."""
+    return _HOST[dtype][0]
+
+
+def to_host(tensor: Tensor, dtype: torch.dtype) -> np.ndarray:
+    """A copy of ``tensor`` on the host, cast to ``dtype``, C-contiguous; bfloat16 as uint16 bits."""
+    host = tensor.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
+    return host.view(_HOST[dtype][1]).numpy()
+
+
+def from_host(array: np.ndarray, dtype: str) -> Tensor:
+    """The tensor of an array made by ``to_host``. Shares its memory, unless that is read-only (shared memory)."""
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return tensor.view(next(kind for kind, (name, _) in _HOST.items() if name == dtype))
+
+
+@torch.no_grad()
+def load_buckets(model: nn.Module, buckets: Iterable[WeightBucket]) -> int:
+    """Copy one published version into the model's parameters, in place (tied ones through the name they have as a
+    parameter), and return its version.
+
+    Raises StrettoError when buckets of several versions are mixed, a bucket is missing or doubled, a name is unknown, a
+    shape differs, or a parameter got no weights; the model may then hold some of the new weights.
+    """
+    parameters = dict(model.named_parameters())
+    seen: set[str] = set()
+    indexes: list[int] = []
+    version = count = -1
+    for bucket in buckets:
+        if not indexes:
+            version, count = bucket.version, bucket.count
+        if (bucket.version, bucket.count) != (version, count):
+            raise StrettoError(
+                f"weights of version {version} ({count} buckets) are mixed with bucket {bucket.index} of version "
+                f"{bucket.version} ({bucket.count} buckets)"
+            )
+        indexes.append(bucket.index)
+        for meta, array in zip(bucket.metas, bucket.data, strict=True):
+            _copy(parameters, meta, array, seen)
+    if sorted(indexes) != list(range(count)):
+        raise StrettoError(f"weights of version {version}: got buckets {sorted(indexes)} of {count}")
+    absent = sorted(parameters.keys() - seen)
+    if absent:
+        raise StrettoError(f"weights of version {version} lack {len(absent)} parameters, the first is {absent[0]!r}")
+    return version
+
+
+def _copy(parameters: dict[str, nn.Parameter], meta: TensorMeta, array: np.ndarray, seen: set[str]) -> None:
+    if meta.name not in parameters:
+        raise StrettoError(f"published weight {meta.name!r} is not a parameter of this model")
+    if meta.shard != (0, 1):
+        raise StrettoError(f"published weight {meta.name!r} is shard {meta.shard}: only whole tensors are supported")
+    parameter = parameters[meta.name]
+    if tuple(array.shape) != meta.shape or meta.shape != tuple(parameter.shape):
+        raise StrettoError(
+            f"published weight {meta.name!r} has shape {meta.shape} (data {tuple(array.shape)}), the model "
+            f"{tuple(parameter.shape)}: actor and engine were built from different model configs"
+        )
+    parameter.copy_(from_host(array, meta.dtype))
+    seen.add(meta.name)
