@@ -8,15 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from stretto.observe.trace import Tracer
 from stretto.rollout.scheduler import Scheduler
 from stretto.types import Evaluation, PartitionPlan, Prompt, WeightBucket
-
-
-class Closing(Protocol):
-    async def close(self) -> None: ...
 
 
 class RolloutWorker:
@@ -29,7 +25,7 @@ class RolloutWorker:
         train: Sequence[Prompt],
         evaluation: Callable[[str], Sequence[Prompt]],
         fail: Callable[[int, str], Awaitable[None]],
-        closing: Sequence[Closing],
+        closing: Sequence[Callable[[], Awaitable[None] | None]],
         tracer: Tracer,
     ):
         self.scheduler = scheduler
@@ -87,6 +83,9 @@ class RolloutWorker:
             await self.scheduler.engine.load_weights(version, await asyncio.to_thread(weights))
 
     async def close(self) -> None:
-        for part in self.closing:
-            await part.close()
+        """End the threads and processes of every part; the engine last, since what it generates goes nowhere then."""
+        for close in self.closing:
+            pending = close()
+            if pending is not None:
+                await pending
         self.tracer.flush()

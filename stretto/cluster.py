@@ -1,0 +1,252 @@
+"""The processes of a run: an embedded Ray (or a cluster's), the actor ranks, the rollout process, the data plane.
+
+Everything here is plumbing between the controller and ``build``'s parts; what the parts do is theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from stretto import build, machine
+from stretto.config import Config
+from stretto.plane.ray_plane import PayloadProducer, RayPlane, RayProducer, cause_of, unwrapped
+from stretto.types import (
+    ChunkSchedule,
+    Evaluation,
+    GroupRecord,
+    Mini,
+    PartitionPlan,
+    StrettoError,
+    WeightBucket,
+)
+
+CLOSE_S = 4.0
+"""How long parts may take to end by themselves before their processes are killed."""
+
+
+def start_ray(config: Config, place: machine.Placement) -> None:
+    """Join ``cluster.address``, or start a Ray of our own on loopback that ends with this process."""
+    os.environ.update({k: v for k, v in machine.ENVIRONMENT.items() if k not in os.environ})
+    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if config.cluster.address:
+        ray.init(address=config.cluster.address, **quiet)
+        return
+    ray.init(
+        num_cpus=max(4, len(place.actor_cores) + len(place.rollout_cores)),
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=config.plane.capacity_mib * 2**20 + 512 * 2**20,
+        **quiet,
+    )
+
+
+def memory_mib() -> float:
+    """Resident memory of this process, MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+class RolloutProcess(PayloadProducer):
+    """Ray actor of the rollout side; async, so that it serves the plane while a partition is generated."""
+
+    def __init__(self, config: Config, place: machine.Placement, plane: RayPlane):
+        self.config, self.place, self.plane = config, place, plane
+
+    async def start(self) -> dict[str, Any]:
+        facts = machine.settle(self.place.rollout_cores, self.config.run.determinism)
+        tracer = build.tracer(self.config, "rollout")
+        producer = RayProducer(self.plane, "rollout", self, tracer)
+        self.worker = await build.rollout_worker(self.config, producer, tracer, self.place.device)
+        return facts
+
+    async def run(self, plan: PartitionPlan, refs: list[Any]) -> dict[str, Any]:
+        return await self.worker.run(plan, lambda: ray.get(refs)) | {"rss_mib": memory_mib()}
+
+    async def evaluate(self, split: str, prompts: int, version: int, refs: list[Any]) -> Evaluation:
+        return await self.worker.evaluate(split, prompts, version, lambda: ray.get(refs))
+
+    async def close(self) -> None:
+        if hasattr(self, "worker"):
+            await self.worker.close()
+
+
+class ActorProcess:
+    """Ray actor of one data-parallel rank."""
+
+    def __init__(self, config: Config, place: machine.Placement, plane: RayPlane, rank: int):
+        from stretto.actor.parallel import RankGroup
+
+        self.facts = machine.settle(place.actor_cores, config.run.determinism)
+        self.tracer = build.tracer(config, f"actor{rank}")
+        group = RankGroup(rank=rank, world=config.actor.data_parallel)
+        self.core = build.actor_rank(config, plane.fetch, self.tracer, place.device, group)
+
+    def start(self) -> dict[str, Any]:
+        """Answers once the model is loaded, with what ``machine.settle`` set and the fingerprint of the weights."""
+        from stretto.observe.fingerprint import fingerprint
+
+        return self.facts | {"parameters": fingerprint(self.core.trainer.master.named())}
+
+    def phase1(self, chunk: ChunkSchedule, records: tuple[GroupRecord, ...], lease: Any) -> dict[str, float]:
+        return self.core.phase1(chunk, records, lease)
+
+    def phase2(self, records: Sequence[GroupRecord]) -> dict[str, float]:
+        return self.core.phase2(records)
+
+    def phase3(self, mini: Mini, normaliser: int) -> dict[str, float]:
+        return self.core.phase3(mini, normaliser) | {"actor_rss_mib": memory_mib()}
+
+    @ray.method(num_returns="streaming")  # a bucket is an object of its own, there as soon as it is copied
+    def publish(self, version: int) -> Iterator[WeightBucket]:
+        with self.tracer.span("actor.publish", version=version):
+            yield from self.core.publish(version)
+
+    def end_partition(self) -> tuple[dict[str, str], dict[str, Any]]:
+        """The evidence of the partition just trained: fingerprints and raw values; then its samples are forgotten."""
+        with self.tracer.span("actor.evidence"):
+            evidence = self.core.fingerprints(), self.core.raw()
+            self.core.end_partition()
+        self.tracer.flush()
+        return evidence
+
+    def save(self, step: int, published: dict[int, list[Any]]) -> None:
+        kept = {version: _getter(refs) for version, refs in published.items()}
+        self.core.save(step, cursor=step, policy_version=step, published=kept)
+
+    def load(self, path: Path, state: dict[str, Any]) -> None:
+        self.core.load(path, state)
+
+
+def _getter(refs: list[Any]) -> Any:
+    return lambda: ray.get(refs)
+
+
+class Actor:
+    """The controller's end of the actor ranks. Ranks answer alike where they have reduced over one another."""
+
+    def __init__(self, config: Config, place: machine.Placement, plane: RayPlane):
+        remote = ray.remote(num_cpus=1, num_gpus=int(place.device == "cuda"), max_restarts=0)(ActorProcess)
+        self.ranks = [remote.remote(config, place, plane, rank) for rank in range(config.actor.data_parallel)]
+
+    def start(self) -> dict[str, Any]:
+        return self._all("start")[0]
+
+    def forward(self, chunk: ChunkSchedule, records: tuple[GroupRecord, ...], lease: Any) -> None:
+        """Phase 1 of one chunk."""
+        self._all("phase1", chunk, records, lease)
+
+    def advantages(self, records: Sequence[GroupRecord]) -> dict[str, float]:
+        """Phase 2: the records of the whole partition, on every rank."""
+        return self._all("phase2", records)[0]
+
+    def train(self, mini: Mini, normaliser: int) -> dict[str, float]:
+        """Phase 3: one optimizer update."""
+        return self._all("phase3", mini, normaliser)[0]
+
+    def publish(self, version: int) -> list[Any]:
+        """Phase 4: references to the buckets of ``version``; returns once the actor has copied them."""
+        stream = self.ranks[0].publish.remote(version)
+        buckets = list(stream)
+        answers([stream.completed()], "actor")
+        return buckets
+
+    def end_partition(self) -> tuple[dict[str, str], dict[str, Any]]:
+        return self._all("end_partition")[0]
+
+    def save(self, step: int, published: dict[int, list[Any]]) -> None:
+        self._all("save", step, published)
+
+    def load(self, path: Path, state: dict[str, Any]) -> None:
+        self._all("load", path, state)
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return answers([getattr(rank, method).remote(*args) for rank in self.ranks], "actor")
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            ray.kill(rank)
+
+
+class Rollout:
+    """The controller's end of the rollout process: work is queued there and done in order."""
+
+    def __init__(self, config: Config, place: machine.Placement, plane: RayPlane):
+        remote = ray.remote(num_cpus=1, num_gpus=int(place.device == "cuda"), max_restarts=0)(RolloutProcess)
+        self.process = remote.options(max_concurrency=1000).remote(config, place, plane)
+        plane.attach(self.process, "rollout")
+        self._pending: list[Any] = []
+
+    def run(self, plan: PartitionPlan, refs: list[Any]) -> None:
+        self._pending.append(self.process.run.remote(plan, refs))
+
+    def evaluate(self, split: str, prompts: int, version: int, refs: list[Any]) -> None:
+        self._pending.append(self.process.evaluate.remote(split, prompts, version, refs))
+
+    def finished(self, *, wait: bool = False) -> list[Any]:
+        """Reports (dict) and evaluations that have come in since the last call; with ``wait``, all that are queued."""
+        if not self._pending:
+            return []
+        timeout = None if wait else 0
+        done, self._pending = ray.wait(self._pending, num_returns=len(self._pending), timeout=timeout)
+        return answers(done, "rollout")
+
+    def close(self) -> None:
+        ray.wait([self.process.close.remote()], timeout=CLOSE_S)
+
+    def kill(self) -> None:
+        ray.kill(self.process)
+
+
+def answers(refs: Iterable[Any], side: str) -> list[Any]:
+    """Results of remote calls; errors as their own, without Ray's wrapping.
+
+    Raises:
+        StrettoError: raised there, or the process died.
+    """
+    try:
+        return ray.get(list(refs))
+    except RayTaskError as error:
+        raise unwrapped(error) from None
+    except RayActorError as error:
+        raise StrettoError(f"the {side} process died: {cause_of(error)}; resume from the last checkpoint") from None
+
+
+class Cluster:
+    """All processes of one run; a context manager that leaves none behind."""
+
+    def __init__(self, config: Config, place: machine.Placement):
+        self.config, self.place = config, place
+
+    def __enter__(self) -> Cluster:
+        start_ray(self.config, self.place)
+        try:
+            self.plane: RayPlane = build.plane(self.config)
+            self.rollout = Rollout(self.config, self.place, self.plane)
+            self.actor = Actor(self.config, self.place, self.plane)
+        except BaseException:
+            ray.shutdown()
+            raise
+        return self
+
+    def start(self) -> dict[str, Any]:
+        """Wait until both sides are ready; what each has set for itself."""
+        rollout = self.rollout.process.start.remote()
+        actor = self.actor.start()
+        return {"actor": actor, "rollout": answers([rollout], "rollout")[0]}
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.rollout.close()
+            self.rollout.kill()
+            self.actor.kill()
+            self.plane.stop()
+        finally:
+            ray.shutdown()

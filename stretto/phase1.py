@@ -1,0 +1,77 @@
+"""Phase 1 as the controller sees it: claim groups, schedule chunks, have the actor fetch and forward them.
+
+This is the seam of switch S: ``WholeMini`` waits for every group of the mini and then forwards its chunks in order. The
+schedule of a chunk is a pure function of that chunk's records, so that whoever forwards chunks as they arrive gets
+the same one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from stretto.config import Config
+from stretto.observe.trace import Tracer
+from stretto.plane.protocol import DataPlane, Lease
+from stretto.schedule.packing import schedule_chunk
+from stretto.types import ChunkSchedule, GroupRecord, Mini
+
+Forward = Callable[[ChunkSchedule, tuple[GroupRecord, ...], Lease], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase1Batch:
+    """A mini after phase 1: its recorded schedule, its records in group order, and the leases to acknowledge before it
+    trains. ``exposed_wait_s`` are the seconds in which the actor had nothing to forward.
+    """
+
+    mini: Mini
+    records: tuple[GroupRecord, ...]
+    leases: tuple[Lease, ...]
+    exposed_wait_s: float
+
+
+class Phase1(Protocol):
+    def __call__(self, partition: int) -> Phase1Batch: ...
+
+
+class WholeMini:
+    """One claim for the whole mini, then one forward a chunk."""
+
+    def __init__(self, config: Config, plane: DataPlane, forward: Forward, tracer: Tracer):
+        self.config = config
+        self.plane = plane
+        self.forward = forward
+        self.tracer = tracer
+
+    def __call__(self, partition: int) -> Phase1Batch:
+        groups = range(self.config.rollout.prompts_per_partition)
+        begun = time.monotonic()
+        with self.tracer.span("loop.claim", partition=partition, groups=len(groups)):
+            lease = self.plane.claim(
+                partition, consumer="actor", groups=groups, timeout_s=self.config.plane.fetch_timeout_s, mini=0
+            )
+        waited = time.monotonic() - begun
+        chunks = []
+        for index, chunk_groups in enumerate(chunk_ranges(self.config)):
+            records = tuple(lease.records[g] for g in chunk_groups)
+            chunk = schedule_chunk(
+                index,
+                records,
+                ranks=self.config.actor.data_parallel,
+                max_tokens=self.config.actor.max_tokens_per_microbatch,
+                max_patches=self.config.actor.max_patches_per_microbatch,
+            )
+            self.forward(chunk, records, lease)
+            chunks.append(chunk)
+        mini = Mini(partition=partition, index=0, chunks=tuple(chunks))
+        return Phase1Batch(mini=mini, records=lease.records, leases=(lease,), exposed_wait_s=waited)
+
+
+def chunk_ranges(config: Config) -> list[range]:
+    """Chunk c of a mini is groups [c * g, (c + 1) * g)."""
+    groups, chunks = config.rollout.prompts_per_partition, config.actor.chunks_per_mini
+    g = groups // chunks
+    return [range(c * g, (c + 1) * g) for c in range(chunks)]
