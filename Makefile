@@ -1,0 +1,50 @@
+# Everything that a user or CI runs. `make help` lists it.
+#
+#   PYTHON       the Python (3.11 or later) that .venv is made with; default python3
+#   TORCH_INDEX  where torch comes from. Unset: PyTorch's CPU index on a machine without a GPU where it can be reached,
+#                else the plain registry. Empty (TORCH_INDEX=): the plain registry, without asking.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.complete
+
+.PHONY: help venv demo test test-long test-gpu check fmt lock clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | while IFS=$$'\t' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+venv: $(STAMP) ## create .venv with the pinned dependencies
+
+$(STAMP): pyproject.toml requirements/lock.txt scripts/venv.sh
+	@PYTHON="$(PYTHON)" scripts/venv.sh
+
+demo: venv ## train a tiny Qwen3-VL by GRPO on handwritten digits, end to end
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash recipes/demo.sh
+
+test: check ## everything that CI checks: static checks, unit and system tests
+	@$(BIN)/python -m pytest tests/unit tests/system
+
+test-long: venv ## the matrices and the runs over many seeds
+	@$(BIN)/python -m pytest -m "long and not gpu" --timeout 3600
+
+test-gpu: venv ## the tests that need a CUDA device
+	@$(BIN)/python -m pytest -m gpu --timeout 600
+
+check: venv ## the static checks alone
+	@scripts/check.sh
+
+fmt: venv ## format the code and fix what ruff can fix
+	@$(BIN)/ruff check --fix-only --quiet . && $(BIN)/ruff format .
+
+lock: venv ## write the versions in .venv to requirements/lock.txt
+	@scripts/lock.sh
+
+clean: ## remove .venv, caches and build files; keeps runs/
+	@rm -rf .venv .venv-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
