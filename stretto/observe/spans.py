@@ -33,7 +33,7 @@ def aligned(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def with_partition(events: Iterable[Event]) -> list[Event]:
-    """The spans, each with a ``partition``: its own, or that of the ``loop.step`` during which it started, else None.
+    """The spans, with the ``partition`` of the ``loop.step`` during which they started where they name none.
 
     Actor spans name none: the actor works for one partition at a time, that of the step.
     """
@@ -44,7 +44,8 @@ def with_partition(events: Iterable[Event]) -> list[Event]:
     for e in spans:
         if "partition" not in e:
             at = bisect.bisect_right(starts, e["start_ns"]) - 1
-            e["partition"] = steps[at][2] if at >= 0 and e["start_ns"] < steps[at][1] else None
+            if at >= 0 and e["start_ns"] < steps[at][1]:
+                e["partition"] = steps[at][2]
         found.append(e)
     return found
 

@@ -85,6 +85,7 @@ class Tracer:
         self._file: int | None = None
         self._wake: threading.Event | None = None
         self._failure: OSError | None = None
+        self._reported = False
 
     def __reduce__(self) -> tuple[type[Tracer], tuple[Path | None, str]]:
         return Tracer, (self.path, self.process)
@@ -148,7 +149,7 @@ class Tracer:
     def _start_flusher(self) -> threading.Event:
         wake = threading.Event()
         threading.Thread(target=self._flush_loop, args=(wake,), name="trace-flush", daemon=True).start()
-        atexit.register(self.flush)
+        atexit.register(self._flush_at_exit)
         return wake
 
     def _flush_loop(self, wake: threading.Event) -> None:
@@ -162,6 +163,10 @@ class Tracer:
                 except OSError as error:  # raised again in the thread that records the next event
                     self._failure = error
                     return
+
+    def _flush_at_exit(self) -> None:
+        if not self._reported:
+            self.flush()
 
     def _drain(self) -> None:
         """Appends the buffered lines in one write. The caller holds the lock."""
@@ -195,6 +200,7 @@ class Tracer:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
+            self._reported = True
             raise StrettoError(
                 f"cannot write events to {self.path}: {self._failure}; free space there or choose another run.dir"
             )
