@@ -153,7 +153,7 @@ class Checkpointer:
             whole = {**state, "format": FORMAT, "step": step, "world": world, "files": files}
             _write_synced(temporary / STATE, json.dumps(whole, indent=1, sort_keys=True, allow_nan=False).encode())
             _sync_directory(temporary)
-            replaced = self._make_room(step)
+            replaced = self._make_room(step, world)
             temporary.rename(final)
             _sync_directory(self.directory)
         except (OSError, SafetensorError) as error:
@@ -179,13 +179,13 @@ class Checkpointer:
             return None  # the caller writes the file itself
         return entry
 
-    def _make_room(self, step: int) -> Path | None:
+    def _make_room(self, step: int, world: int) -> Path | None:
         """Rename folders of this and later steps; returns the one of this step, if it was whole."""
         replaced = None
         for number, path in steps(self.directory):
             if number < step:
                 break
-            whole = number == step and not problem(path)
+            whole = number == step and not problem(path, world)
             aside = path.with_name(path.name + ".aside")
             count = 1
             while aside.exists():

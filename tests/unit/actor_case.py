@@ -25,7 +25,9 @@ GROUPS = len(RESPONSES)
 N = 3
 
 
-def config(*, dtype: str = "float32", staleness: int = 1, run_dir: str = "runs/none", **blocks: dict[str, Any]) -> Config:
+def config(
+    *, dtype: str = "float32", staleness: int = 1, run_dir: str = "runs/none", **blocks: dict[str, Any]
+) -> Config:
     """``blocks``: options of ``actor``, ``algorithm`` and so on over small defaults."""
     plain: dict[str, Any] = {
         "run": {"updates": 10, "dir": run_dir},

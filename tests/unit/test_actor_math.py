@@ -31,7 +31,8 @@ def test_advantage_is_the_distance_from_the_group_mean_in_unbiased_standard_devi
     # 1, 0, 0, 0: mean 1/4, unbiased variance (9 + 1 + 1 + 1) / 16 / 3 = 1/4, std 1/2
     result = advantages([1.0, 0.0, 0.0, 0.0], [7, 7, 7, 7], eps=0.0)
     torch.testing.assert_close(result.advantages_B, torch.tensor([1.5, -0.5, -0.5, -0.5]))
-    assert result.advantages_B.dtype == torch.float32 and result.mean_reward == 0.25
+    assert result.advantages_B.dtype == torch.float32
+    assert result.mean_reward == 0.25
     with_eps = advantages([1.0, 0.0, 0.0, 0.0], [7, 7, 7, 7], eps=0.5)
     torch.testing.assert_close(with_eps.advantages_B, torch.tensor([0.75, -0.25, -0.25, -0.25]))
 
@@ -40,7 +41,8 @@ def test_advantage_is_the_distance_from_the_group_mean_in_unbiased_standard_devi
 @pytest.mark.parametrize("n", [2, 3, 7, 8])
 def test_equal_rewards_give_exactly_zero_and_count_as_no_signal(value, n):
     result = advantages(np.full(n, value, np.float32), [0] * n, eps=1e-6)
-    assert (result.advantages_B == 0).all() and (result.groups, result.zero_signal_groups) == (1, 1)
+    assert (result.advantages_B == 0).all()
+    assert (result.groups, result.zero_signal_groups) == (1, 1)
 
 
 def test_one_valid_sample_gives_zero_and_not_nan():
@@ -67,9 +69,11 @@ def test_failed_samples_are_outside_their_groups_statistics():
 
 def test_a_group_of_failures_only_is_zero_and_nothing_is_nan():
     result = advantages([1.0, 0.0, 0.0, 0.0], [0, 0, 1, 1], [True, True, False, False])
-    assert torch.isfinite(result.advantages_B).all() and result.zero_signal_groups == 1
+    assert torch.isfinite(result.advantages_B).all()
+    assert result.zero_signal_groups == 1
     nothing = advantages([0.0, 0.0], [0, 0], [False, False])
-    assert nothing.advantages_B.tolist() == [0.0, 0.0] and math.isnan(nothing.mean_reward)
+    assert nothing.advantages_B.tolist() == [0.0, 0.0]
+    assert math.isnan(nothing.mean_reward)
 
 
 def test_a_reward_that_is_not_finite_but_marked_valid_is_an_error():
@@ -119,7 +123,8 @@ def test_correction_statistics_by_hand():
     stats = {k: float(v) for k, v in correction_statistics(old, rollout, weights, mask, 2.0).items()}
     assert stats["is_weight_sum"] == pytest.approx(1 + 2 + 0.5)
     assert stats["is_weight_square_sum"] == pytest.approx(1 + 4 + 0.25)
-    assert stats["is_weight_max"] == 2.0 and stats["is_clipped_sum"] == 1
+    assert stats["is_weight_max"] == 2.0
+    assert stats["is_clipped_sum"] == 1
     assert stats["rollout_kl_k1_sum"] == pytest.approx(-math.log(3) + math.log(2), abs=1e-6)
     assert stats["rollout_kl_k3_sum"] == pytest.approx((3 - 1 - math.log(3)) + (0.5 - 1 + math.log(2)), abs=1e-6)
     assert stats["rollout_gap_max"] == pytest.approx(math.log(3))
@@ -186,26 +191,33 @@ def test_masked_tokens_add_nothing_whatever_they_hold():
     value, grad, stats = loss(
         [0.0, math.nan, -math.inf], [0.0, 0.0, -math.inf], [1.0, math.nan, 1.0], mask=[True, False, False]
     )
-    assert value == -1.0 and grad == [-1.0, 0.0, 0.0]
-    assert stats["tokens_sum"] == 1 and stats["ratio_sum"] == 1 and stats["ratio_deviation_max"] == 0
+    assert value == -1.0
+    assert grad == [-1.0, 0.0, 0.0]
+    assert stats["tokens_sum"] == 1
+    assert stats["ratio_sum"] == 1
+    assert stats["ratio_deviation_max"] == 0
 
 
 @pytest.mark.parametrize(("new", "old"), [(-120.0, -1.0), (-1.0, -120.0)])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_huge_log_ratio_leaves_loss_gradient_and_statistics_finite(new, old, advantage):
     value, grad, stats = loss([new], [old], [advantage])  # D5
-    assert math.isfinite(value) and math.isfinite(grad[0])
+    assert math.isfinite(value)
+    assert math.isfinite(grad[0])
     assert all(math.isfinite(v) for v in stats.values())
 
 
 def test_an_empty_microbatch_has_zero_loss_and_statistics():
     value, grad, stats = loss([], [], [])
-    assert value == 0.0 and grad == [] and not any(stats.values())
+    assert value == 0.0
+    assert grad == []
+    assert not any(stats.values())
 
 
 def test_importance_and_token_weights_scale_each_tokens_loss():
     value, grad, _ = loss([0.0, 0.0], [0.0, 0.0], [1.0, 1.0], weights=[0.5, 1.0], is_weights=[2.0, 0.25])
-    assert value == pytest.approx(-1.25) and grad == pytest.approx([-1.0, -0.25])
+    assert value == pytest.approx(-1.25)
+    assert grad == pytest.approx([-1.0, -0.25])
 
 
 def test_sequence_mean_weighs_tokens_by_the_length_of_their_sample():

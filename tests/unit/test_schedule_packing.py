@@ -65,7 +65,8 @@ def test_every_sample_is_laid_out_once_within_both_budgets(records, ranks, max_t
     real = [i for rank in schedule.ranks for m in rank if not m.inert for i in m.samples]
     assert sorted(real) == sorted(tokens), "exactly once"
     assert real == sorted(real), "global_index order over ranks and microbatches"
-    assert len({len(rank) for rank in schedule.ranks}) == 1 and len(schedule.ranks) == ranks
+    assert len({len(rank) for rank in schedule.ranks}) == 1
+    assert len(schedule.ranks) == ranks
     for microbatch in (m for rank in schedule.ranks for m in rank):
         assert len(microbatch.samples) * max(tokens[i] for i in microbatch.samples) <= max_tokens
         assert sum(patches[g] for g in {i // n for i in microbatch.samples}) <= max_patches
