@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -33,7 +34,7 @@ def test_a_manifest_says_from_the_start_which_run_it_is(tmp_path):
     assert session["determinism"] == "exact"
     assert session["versions"]["numpy"] == importlib.metadata.version("numpy")
     assert session["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert session["boot_id"] == open("/proc/sys/kernel/random/boot_id").read().strip()
+    assert session["boot_id"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert session["hardware"]["cores"] == psutil.cpu_count()
     assert session["hardware"]["memory_bytes"] == psutil.virtual_memory().total
     assert session["command"][0] == sys.orig_argv[0]

@@ -80,8 +80,8 @@ def test_the_summary_says_what_was_reached_and_where_it_is():
         before=Evaluation(split="test", version=0, correct=30, total=100),
         after=Evaluation(split="test", version=150, correct=90, total=100),
     )
-    assert "exact match before  30.0%  (30 of 100 test prompts, policy version 0)" in text
-    assert "exact match after   90.0%  (90 of 100 test prompts, policy version 150)" in text
+    assert "exact match before   30.0%  (30 of 100 test prompts, policy version 0)" in text
+    assert "exact match after    90.0%  (90 of 100 test prompts, policy version 150)" in text
     assert "0.200 -> 0.800 (first and last 5 updates)" in text
     assert "150 in 1:40, 10,000 tokens/s" in text
     assert text.endswith("results             runs/digits")
