@@ -67,8 +67,8 @@ def last_hidden_state(
     """Hidden states [B, S, H] of a Qwen3-VL over text [B, S] and ready ``image`` features, one row per image token of
     ``input_ids`` in order. Fills ``cache`` where one is given.
 
-    5.19 and later take ready features as ``mm_encoder_outputs``; 5.17 has no such argument and would *silently drop* the
-    images, so the features are placed here and the language model is called, which is what every release does itself.
+    5.19 and later take ready features as ``mm_encoder_outputs``; 5.17 has no such argument and would *silently drop*
+    the images, so features are placed here and the language model is called, which is what every release does itself.
 
     Remove once the lowest supported release is 5.19: call ``model.model(..., mm_encoder_outputs={"image": ...})``.
     Raises ValueError where features and image tokens differ in number.

@@ -115,7 +115,7 @@ class StalenessConfig(Block):
 
 class PlaneConfig(Block):
     backend: Literal["ray"] = Field("ray", description="data plane implementation")
-    capacity_mib: PositiveInt = Field(1024, description="bytes the plane may hold before producers wait")
+    capacity_mib: PositiveInt = Field(1024, description="MiB the plane may hold before producers wait")
     fetch_timeout_s: PositiveFloat = Field(600.0, description="seconds a claim waits for its groups before it fails")
     lease_s: PositiveFloat = Field(1800.0, description="seconds after which an unacknowledged claim is given out again")
 

@@ -104,15 +104,20 @@ def _nearest(name: str, candidates: Iterable[str]) -> str:
     return by_lower[difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.0)[0]]
 
 
-def suggest(name: str) -> str:
-    """The option that a misspelled dotted name most likely means: a key of that name in another block first,
-    then the nearest key of the named block, then the nearest of all options.
+def suggest(name: str) -> list[str]:
+    """The options that a misspelled dotted name may mean, at least one: a key of that very name in other blocks,
+    else the nearest key of the named block, else the nearest of all options.
     """
-    block, dot, key = name.partition(".")
-    key = key if dot else block
-    same_key = [option for option in OPTIONS if option.endswith(f".{key.lower()}")]
-    same_block = [option for option in OPTIONS if dot and option.startswith(f"{block.lower()}.")]
-    return _nearest(name, same_key or same_block or OPTIONS)
+    block, dot, key = name.lower().partition(".")
+    same_key = [option for option in OPTIONS if option.split(".")[1] == (key if dot else block)]
+    if same_key:
+        near_block = difflib.get_close_matches(block, [option.split(".")[0] for option in same_key], n=1) if dot else []
+        return [option for option in same_key if option.split(".")[0] in near_block] or same_key
+    if block in BLOCKS and dot:
+        return [
+            f"{block}.{_nearest(key, (option.split('.')[1] for option in OPTIONS if option.startswith(f'{block}.')))}"
+        ]
+    return [_nearest(name, OPTIONS)]
 
 
 def parse_text(text: str, option: Option | None = None) -> Any:
@@ -144,14 +149,14 @@ class _Draft:
     def unknown(self, name: str, origin: str) -> None:
         """Report a name that is no option; a check of the option that it seems to mean would only repeat that."""
         near = suggest(name)
-        self.suspects.add(near)
-        self.problems.append(f"{_key(name)} ({origin}): no such option; did you mean {near}?")
+        self.suspects.update(near)
+        self.problems.append(f"{_key(name)} ({origin}): no such option; did you mean {' or '.join(near)}?")
 
     def assign(self, name: str, value: Any, origin: str) -> None:
         """Set an option, or one entry inside a table option (``model.config.text.hidden_size``)."""
         block, key, *inner = [*name.split("."), ""][:2] + name.split(".")[2:]
         option = OPTIONS.get(f"{block}.{key}")
-        if option is None or (inner and not option.is_table):
+        if option is None or (inner and not (option.is_table and all(inner))):
             self.unknown(name, origin)
             return
         if not inner:
@@ -183,10 +188,8 @@ class _Draft:
                     self.problems.append(
                         f"{_key(block)} ({origin}): no such block; did you mean [{_nearest(block, BLOCKS)}]?"
                     )
-                else:
-                    self.problems.append(
-                        f"{_key(block)} ({origin}): options stand in blocks; did you mean {suggest(block)}?"
-                    )
+                else:  # a key above every block
+                    self.unknown(block, origin)
             elif not isinstance(table, dict):
                 self.problems.append(f"{block} = {shown(table)} ({origin}): expected a table, headed [{block}]")
             else:
@@ -201,10 +204,11 @@ class _Draft:
             name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             option = OPTIONS.get(".".join(name.split(".")[:2]))
             if option is None or (name != option.name and not option.is_table):
-                near = OPTIONS[suggest(name)]
-                self.suspects.add(near.name)
+                near = suggest(name)
+                self.suspects.update(near)
+                meant = " or ".join(OPTIONS[n].env for n in near)
                 self.problems.append(
-                    f"{variable} (environment): no such option; did you mean {near.env}? "
+                    f"{variable} (environment): no such option; did you mean {meant}? "
                     f"The prefix {ENV_PREFIX} is kept for options: unset the variable or correct its name"
                 )
                 continue
@@ -216,9 +220,7 @@ class _Draft:
             name, equals, value = text.partition("=")
             name = name.strip()
             if not equals:
-                self.problems.append(
-                    f"--set {shown(text)}: expected block.key=value, such as --set {suggest(name)}=VALUE"
-                )
+                self.problems.append(f"--set {shown(text)}: expected block.key=value, such as --set actor.lr=0.001")
                 continue
             self.assign(name, parse_text(value.strip(), OPTIONS.get(name)), "--set")
 

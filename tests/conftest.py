@@ -11,7 +11,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 for _name in [name for name in os.environ if name.startswith("STRETTO_")]:
     del os.environ[_name]
 
-from hypothesis import settings
+from hypothesis import settings  # noqa: E402
 
 # The same examples in every run, so that CI fails for what changed; HYPOTHESIS_PROFILE=explore searches anew.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)

@@ -135,7 +135,7 @@ def test_an_import_against_the_layers_is_found(module, source):
     [
         (
             "stretto.actor.worker",
-            "from stretto.types import Mini\nfrom stretto.observe.trace import Tracer\nimport torch",
+            "import torch\nfrom stretto.types import Mini\nfrom stretto.observe import trace",
         ),
         ("stretto.actor.worker", "from stretto.actor import loss\nfrom .forward import forward"),
         ("stretto.build", "from stretto.rollout.hf import HFEngine\nfrom stretto.switches.base import Switch"),
