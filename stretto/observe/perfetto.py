@@ -1,6 +1,7 @@
 """``trace.json``: the events of a run in Chrome's trace-event format, which https://ui.perfetto.dev opens.
 
-One process per side, one row per thread; spans are X events, counts are C events (running sums), and arrows (flow
+One process per side, one row per thread; spans are X events, counts are C events (running sums, also of the
+tokens, bytes and images that spans name), and arrows (flow
 events) lead each partition from its generation to its training and each policy version from publish to load.
 Format: "Trace Event Format", Google, sections Complete, Counter, Flow and Metadata Events.
 """
@@ -21,8 +22,9 @@ __all__ = ["overlap", "step_phases", "to_trace", "write_trace"]
 
 _SIDES = ("driver", "rollout", "actor", "ledger")
 _GENERIC_THREAD = re.compile(r"MainThread|Thread-\d+.*|Dummy-\d+|asyncio_\d+|AsyncIO.*|ThreadPoolExecutor-.*|ray.*")
-_ROWS = {"processor": "processor", "rollout": "engine", "reward": "reward"}
+_ROWS = {"processor": "processor", "rollout": "engine", "reward": "reward", "actor": "actor"}
 _PARTITION_FLOW = ("rollout.generate", "actor.forward", "actor.train")
+_COUNTED = ("tokens", "bytes", "images")
 _FIXED = frozenset({"type", "name", "process", "thread", "start_ns", "end_ns"})
 _ROW_ORDER = {"loop": 0, "processor": 1, "engine": 2, "reward": 3}
 
@@ -38,7 +40,7 @@ def to_trace(events: Iterable[Event]) -> dict[str, Any]:
     """The trace as a JSON object. Times are microseconds since the first event."""
     recorded = list(events)
     spans = with_partition(recorded)
-    counts = [e for e in aligned(recorded) if e["type"] == "count"]
+    counts = [e for e in aligned(recorded) if e["type"] == "count"] + _counts_of(spans)
     origin = min([e["start_ns"] for e in spans] + [e["time_ns"] for e in counts], default=0)
     pids = {name: pid for pid, name in enumerate(sorted({e["process"] for e in spans + counts}, key=_side), 1)}
     placed, metadata = _place(spans, pids)
@@ -72,7 +74,7 @@ def _row(span: Event) -> str:
     """The row of a span: its thread's name, or the stage it belongs to where the thread was never given one."""
     thread = span.get("thread", "")
     if thread and not _GENERIC_THREAD.fullmatch(thread):
-        return thread
+        return thread.removesuffix("_0")  # as a pool of threads names its first
     return _ROWS.get(span["name"].split(".")[0], "loop")
 
 
@@ -85,6 +87,7 @@ def _place(spans: list[Event], pids: dict[str, int]) -> tuple[list[tuple[Event, 
         rows.setdefault((span["process"], _row(span)), []).append(span)
     placed: list[tuple[Event, int]] = []
     metadata: list[dict[str, Any]] = []
+    further: list[bool] = []
     order = sorted(rows, key=lambda key: (pids[key[0]], _ROW_ORDER.get(key[1], 9), key[1]))
     for process, row in order:
         lanes: list[list[int]] = []  # per lane, the ends of the spans that are open
@@ -95,8 +98,11 @@ def _place(spans: list[Event], pids: dict[str, int]) -> tuple[list[tuple[Event, 
                 tids.append(1000 + len(metadata))
                 name = row if lane == 0 else f"{row} {lane + 1}"
                 metadata.append(_named("thread_name", pids[process], tids[lane], name))
+                further.append(lane > 0)
             placed.append((span, tids[lane]))
-    indexes = [{**m, "name": "thread_sort_index", "args": {"sort_index": i}} for i, m in enumerate(metadata)]
+    # The first row of every thread on top: dozens of coroutines must not push the engine out of sight.
+    shown = [m for _, m in sorted(zip(further, metadata, strict=True), key=lambda pair: pair[0])]
+    indexes = [{**m, "name": "thread_sort_index", "args": {"sort_index": i}} for i, m in enumerate(shown)]
     return placed, metadata + indexes
 
 
@@ -122,6 +128,16 @@ def _process_names(pids: dict[str, int]) -> list[dict[str, Any]]:
         for pid in pids.values()
     ]
     return names + order
+
+
+def _counts_of(spans: list[Event]) -> list[Event]:
+    """What spans say they moved or made, as counts at their end: ``rollout.generate tokens``."""
+    return [
+        {"process": e["process"], "name": f"{e['name']} {what}", "time_ns": e["end_ns"], "value": e[what]}
+        for e in spans
+        for what in _COUNTED
+        if what in e
+    ]
 
 
 def _counter_events(counts: list[Event], pids: dict[str, int], origin: int) -> list[dict[str, Any]]:

@@ -91,6 +91,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def waited(seconds: float) -> str:
+    """Seconds of waiting; - where they are not known yet."""
+    return f"{seconds:.2f} s" if math.isfinite(seconds) else "-"
+
+
 def summary(
     *,
     updates: int,
@@ -173,7 +178,7 @@ class PlainProgress:
         self.note(
             f"update {report.update + 1}/{self._course.updates}  reward {report.reward:.3f}  "
             f"{report.tokens_per_s:,.0f} tokens/s  staleness {report.staleness:.1f}  step {report.step_s:.2f} s  "
-            f"waited: actor {report.actor_waited_s:.2f} s, rollout {report.rollout_waited_s:.2f} s  "
+            f"waited: actor {waited(report.actor_waited_s)}, rollout {waited(report.rollout_waited_s)}  "
             f"left {duration(self._course.left_s())}"
         )
 
@@ -252,8 +257,8 @@ class LiveProgress:
         if last is not None:
             facts.add_row("speed", f"{last.tokens_per_s:,.0f} tokens/s, {last.step_s:.2f} s an update")
             facts.add_row("staleness", f"{last.staleness:.1f}")
-            facts.add_row("actor waited", f"{last.actor_waited_s:.2f} s for rollout")
-            facts.add_row("rollout waited", f"{last.rollout_waited_s:.2f} s for weights or room")
+            facts.add_row("actor waited", f"{waited(last.actor_waited_s)} for rollout")
+            facts.add_row("rollout waited", f"{waited(last.rollout_waited_s)} for weights")
         return Group(bar, facts, Text(self._note, style="dim"))
 
 

@@ -114,16 +114,32 @@ def processes_of(trace):
 
 def test_each_side_is_a_process_in_reading_order_and_each_thread_a_named_row():
     trace = to_trace(
-        [*RUN, span("reward.score", "rollout", 30, 31), span("processor.process", "rollout", 0, 2, "pool")]
+        [*RUN, span("reward.score", "rollout", 30, 31), span("processor.process", "rollout", 0, 2, "processor_0")]
     )
     processes = processes_of(trace)
     assert [processes[pid] for pid in sorted(processes)] == ["driver", "rollout", "actor0", "ledger"]
     rows = defaultdict(set)
     for (pid, _), name in rows_of(trace).items():
         rows[processes[pid]].add(name)
-    assert rows["rollout"] == {"engine", "reward", "pool"}
+    assert rows["rollout"] == {"engine", "reward", "processor"}
+    assert rows["actor0"] == {"actor"}
     assert rows["driver"] == {"loop"}
     assert len({tid for _, tid in rows_of(trace)}) == len(rows_of(trace))
+
+
+def rows_in_order(trace, process):
+    indexes = {}
+    for e in trace["traceEvents"]:
+        if e["name"] == "thread_sort_index" and processes_of(trace)[e["pid"]] == process:
+            indexes[e["pid"], e["tid"]] = e["args"]["sort_index"]
+    return [rows_of(trace)[row] for row in sorted(indexes, key=indexes.__getitem__)]
+
+
+def test_rows_of_further_coroutines_come_after_the_first_row_of_every_thread():
+    nested = [span("plane.put", "rollout", 0, 10 - i) for i in range(3)]
+    assert rows_in_order(to_trace(RUN + nested), "rollout") == ["loop", "engine"]
+    crossing = [span("plane.put", "rollout", i, 10 + i) for i in range(3)]
+    assert rows_in_order(to_trace(RUN + crossing), "rollout") == ["loop", "engine", "loop 2", "loop 3"]
 
 
 def test_spans_are_complete_events_in_microseconds_since_the_first():
@@ -136,8 +152,13 @@ def test_spans_are_complete_events_in_microseconds_since_the_first():
 
 
 def test_counts_are_running_sums():
-    values = [(e["ts"], e["args"]["total"]) for e in to_trace(RUN)["traceEvents"] if e["ph"] == "C"]
-    assert values == [(10_000, 5), (50_000, 12)]
+    counters = [e for e in to_trace(RUN)["traceEvents"] if e["ph"] == "C"]
+    assert [(e["ts"], e["args"]["total"]) for e in counters if e["name"] == "bytes"] == [(10_000, 5), (50_000, 12)]
+
+
+def test_tokens_that_a_span_names_are_counted_at_its_end():
+    counters = [e for e in to_trace(RUN)["traceEvents"] if e["ph"] == "C"]
+    assert [(e["ts"], e["args"]["total"]) for e in counters if e["name"] == "rollout.generate tokens"] == [(30_000, 10)]
 
 
 def test_arrows_lead_from_generation_to_training_and_from_publish_to_load():

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import math
 import os
@@ -64,6 +65,13 @@ def test_without_a_terminal_every_event_is_one_plain_line():
         "waited: actor 0.25 s, rollout 0.50 s  left 10 s"
     )
     assert lines[2] == "evaluation  exact match 75.0% (validation, version 5), 3 of 4"
+
+
+def test_a_wait_that_is_not_known_yet_is_a_dash():
+    stream = io.StringIO()
+    with PlainProgress(10, 0, stream) as progress:
+        progress.step(dataclasses.replace(report(0), rollout_waited_s=math.nan))
+    assert "waited: actor 0.25 s, rollout -  left" in stream.getvalue()
 
 
 def test_output_that_is_no_terminal_gets_plain_lines(tmp_path):
