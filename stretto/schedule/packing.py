@@ -123,17 +123,18 @@ def _split_by_tokens(items: list[_Item], ranks: int) -> list[list[_Item]]:
 def _pack(items: list[_Item], max_tokens: int, max_patches: int) -> list[list[_Item]]:
     """Fewest contiguous microbatches within both budgets, by taking as many samples as fit each time."""
     packed: list[list[_Item]] = []
+    longest = patches = 0
     for item in items:
-        if packed and _fits([*packed[-1], item], max_tokens, max_patches):
+        # items come by group, so only the last one's group can be this one's
+        new_patches = 0 if packed and packed[-1][-1].group == item.group else item.patches
+        rows = len(packed[-1]) + 1 if packed else 0
+        if rows and rows * max(longest, item.tokens) <= max_tokens and patches + new_patches <= max_patches:
             packed[-1].append(item)
+            longest, patches = max(longest, item.tokens), patches + new_patches
         else:
             packed.append([item])
+            longest, patches = item.tokens, item.patches
     return packed
-
-
-def _fits(items: list[_Item], max_tokens: int, max_patches: int) -> bool:
-    patches = sum({item.group: item.patches for item in items}.values())
-    return _padded_tokens(items) <= max_tokens and patches <= max_patches
 
 
 def _padded_tokens(items: list[_Item]) -> int:
