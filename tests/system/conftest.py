@@ -1,0 +1,31 @@
+"""One embedded Ray for all system tests of a session."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Small cases (plane_case, tiny, …) serve the unit and the system tests.
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """Ray with 8 logical CPUs and 300 MB of object store, on loopback; shut down when the session ends."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import ray
+
+    ray.init(
+        num_cpus=8,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=300 * 1024 * 1024,
+        log_to_driver=False,
+        configure_logging=False,
+    )
+    yield
+    ray.shutdown()
