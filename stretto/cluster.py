@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from stretto import build, machine
 from stretto.config import Config
@@ -214,6 +214,12 @@ def answers(refs: Iterable[Any], side: str) -> list[Any]:
         return ray.get(list(refs))
     except RayTaskError as error:
         raise unwrapped(error) from None
+    except OutOfMemoryError as error:
+        cause = str(error).splitlines()[0]
+        raise StrettoError(
+            f"the {side} process was ended by Ray because this machine ran out of memory ({cause}); free some or lower "
+            "rollout.prompts_per_partition or actor.max_tokens_per_microbatch, then resume from the last checkpoint"
+        ) from None
     except RayActorError as error:
         raise StrettoError(f"the {side} process died: {cause_of(error)}; resume from the last checkpoint") from None
 

@@ -254,11 +254,11 @@ class _RolloutQueue:
 
 
 def find_checkpoint(config: Config, *, resume: bool) -> Found:
-    """The checkpoint to go on from, or none for a new run.
+    """The checkpoint to go on from; none for a new run, or for one that ended before its first checkpoint.
 
     Raises:
-        StrettoError: the run folder holds a run and ``resume`` is not asked for, or the reverse; or the checkpoint was
-            made under other options.
+        StrettoError: the run folder holds a run and ``resume`` is not asked for, or the checkpoint was made under
+            other options.
     """
     folder = Path(config.run.dir)
     found = latest_valid(folder / "checkpoints", config.actor.data_parallel)
@@ -270,14 +270,25 @@ def find_checkpoint(config: Config, *, resume: bool) -> Found:
             )
         return Found(None, {}, ())
     if found.path is None:
-        broken = "".join(f"\n  {path.name}: {why}" for path, why in found.passed_over)
-        raise StrettoError(f"run.dir = {config.run.dir!r} holds no whole checkpoint to resume from{broken}")
+        return found  # killed before its first checkpoint: there is nothing to go on from, so it starts over
     if found.state["config_hash"] != config_hash(config):
         raise StrettoError(
             f"{found.path} was saved under other options than these (only [cluster], [checkpoint] and run.dir may "
             f"change); compare with the config in {folder / 'manifest.json'}"
         )
     return found
+
+
+def what_is_left(config: Config, run: Run | None, recipe: str) -> str:
+    """What a run that was stopped has lost, and how to go on."""
+    done, saved = (run.done, run.saved) if run else (0, 0)
+    resume = f"go on with: stretto train {recipe} --resume (and the same --set options)"
+    if saved == 0:
+        state = "there is no checkpoint yet: " + (f"all {done} are lost and will be trained again" if done else "")
+    else:
+        lost = f"updates {saved + 1} to {done} are lost and will be trained again"
+        state = f"the newest checkpoint holds {saved}: {lost if done > saved else 'nothing is lost'}"
+    return f"stopped after {done} of {config.run.updates} updates; {state}\n{resume}"
 
 
 def data_facts(source: Source) -> dict[str, Any]:

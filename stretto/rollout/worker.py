@@ -70,11 +70,19 @@ class RolloutWorker:
         """Greedy evaluation of ``version`` on the first ``prompts`` rows of ``split``."""
         async with self._order:
             await self._load(version, weights)
-            rows = self.evaluation(split)
-            result = await self.scheduler.evaluate([rows[i] for i in range(min(prompts, len(rows)))], split)
-            self._idle_since = time.monotonic()
-            self.tracer.flush()
-            return result
+            return await self._evaluate(split, prompts)
+
+    async def evaluate_loaded(self, split: str, prompts: int) -> Evaluation:
+        """The same for the weights that the engine was built with."""
+        async with self._order:
+            return await self._evaluate(split, prompts)
+
+    async def _evaluate(self, split: str, prompts: int) -> Evaluation:
+        rows = self.evaluation(split)
+        result = await self.scheduler.evaluate([rows[i] for i in range(min(prompts, len(rows)))], split)
+        self._idle_since = time.monotonic()
+        self.tracer.flush()
+        return result
 
     async def _load(self, version: int, weights: Callable[[], Iterable[WeightBucket]]) -> None:
         if self.scheduler.engine.version == version:

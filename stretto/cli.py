@@ -1,0 +1,185 @@
+"""The ``stretto`` command."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stretto.checks import check_machine
+from stretto.settings import load
+from stretto.types import ConfigError, StrettoError
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+TERMINATED = 143
+"""Exit code after SIGTERM."""
+
+app = typer.Typer(
+    help="Post-train vision-language models by hybrid-async GRPO.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Recipe = Annotated[Path, typer.Argument(help="Recipe (TOML); see recipes/ and docs/configuration.md.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="BLOCK.KEY=VALUE", help="Change one option of the recipe; may be repeated."),
+]
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    set_: Sets = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest whole checkpoint in run.dir.")] = False,
+) -> None:
+    """Train a model by GRPO, rollout and actor running concurrently.
+
+    Needs a model that is sometimes right (`stretto sft` makes one, or any Qwen3-VL in model.path). Writes metrics, events,
+    a trace, fingerprints and checkpoints to run.dir. Ctrl-C ends at once; SIGTERM checkpoints first.
+    """
+    from stretto import controller, loop, machine
+    from stretto.observe.progress import make_progress, summary
+    from stretto.preflight import preflight
+
+    config, sources = load(recipe, set_ or ())
+    _refuse(check_machine(config, sources))
+    found = controller.find_checkpoint(config, resume=resume)
+    place = machine.placement(config)
+    for path, why in found.passed_over:
+        print(f"passed over {path.name}: {why}")
+    preflight(config)
+    begun = time.monotonic()
+    first = int(found.state["cursor"]) if found.path else 0
+    run: controller.Run | None = None
+    try:
+        with (
+            make_progress(config.run.updates, first, run_dir=config.run.dir) as progress,
+            controller.open_run(config, sources, progress, found, place) as run,
+        ):
+            loop.train(run)
+    except (KeyboardInterrupt, controller.Stopped) as stop:
+        print(controller.what_is_left(config, run, str(recipe)), file=sys.stderr)
+        raise typer.Exit(INTERRUPTED if isinstance(stop, KeyboardInterrupt) else TERMINATED) from None
+    evaluated = run.evaluated
+    print(
+        summary(
+            updates=config.run.updates - first,
+            wall_s=time.monotonic() - begun,
+            rewards=run.rewards,
+            tokens=run.tokens,
+            run_dir=config.run.dir,
+            before=evaluated[0] if evaluated else None,
+            after=evaluated[-1] if len(evaluated) > 1 else None,
+        )
+    )
+
+
+@app.command()
+def sft(
+    recipe: Recipe,
+    output: Annotated[Path, typer.Argument(help="Folder for the model (Hugging Face format).")],
+    set_: Sets = None,
+) -> None:
+    """Warm-start a model by supervised training on labelled examples, until it is right now and then."""
+    from stretto.machine import settle
+    from stretto.sft import run_sft
+
+    config, sources = load(recipe, set_ or (), training=False)
+    _refuse(check_machine(config, sources))
+    if output.exists() and any(output.iterdir()):
+        raise StrettoError(f"{output} is not empty; write the model to a new folder, or remove it")
+    settle((), config.run.determinism)
+    one_thread()
+
+    def report(step: int, loss: float, exact: float | None) -> None:
+        if exact is not None or step % 10 == 0:
+            print(f"step {step}  loss {loss:.3f}" + ("" if exact is None else f"  exact match {exact:.1%}"), flush=True)
+
+    begun = time.monotonic()
+    result = run_sft(config, output, report)
+    print(
+        f"model               {output}\n"
+        f"exact match         {result.exact_match:.1%} (validation) after {result.steps} steps, "
+        f"{time.monotonic() - begun:.0f} s"
+    )
+
+
+@app.command("eval")
+def eval_(
+    recipe: Recipe,
+    set_: Sets = None,
+    model: Annotated[Path | None, typer.Option(help="Model folder; default: the recipe's model.path.")] = None,
+    split: Annotated[str, typer.Option(help="validation, test or train.")] = "test",
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to answer.")] = 400,
+    examples: Annotated[int, typer.Option(min=0, max=8, help="Answers to print.")] = 3,
+) -> None:
+    """Measure a model: greedy answers, exact match, on images that training never saw."""
+    from stretto.evaluate import evaluate
+    from stretto.machine import settle
+
+    sets = [*(set_ or ()), *([f"model.path={model}"] if model else [])]
+    config, sources = load(recipe, sets, training=False)
+    _refuse(check_machine(config, sources))
+    if split not in ("train", "validation", "test"):
+        raise StrettoError(f"--split {split!r}: give train, validation or test")
+    settle((), config.run.determinism)
+    one_thread()
+    result = evaluate(config, split, prompts)
+    for wanted, got, score in result.examples[:examples]:
+        print(f"  wanted {wanted!r}  got {got!r}  reward {score:g}")
+    print(f"exact match         {result.exact_match:.1%} ({result.correct} of {result.total} {split} prompts)")
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a training run (run.dir).")],
+    output: Annotated[Path, typer.Argument(help="New folder for the model.")],
+    step: Annotated[int | None, typer.Option(help="Checkpoint to export; default: the newest.")] = None,
+) -> None:
+    """Turn a checkpoint into a Hugging Face directory that `from_pretrained` loads."""
+    from stretto.export import export as write
+
+    checkpoint = write(run_dir, output, step)
+    print(f"exported {checkpoint} to {output} ({_mib(output):.1f} MiB)")
+
+
+def _mib(folder: Path) -> float:
+    return sum(p.stat().st_size for p in folder.iterdir()) / 2**20
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(problems)
+
+
+def one_thread() -> None:
+    """Commands without processes of their own use one torch thread, as each side of a run does on a small machine."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def main() -> None:
+    """Entry point: errors that a user can mend are printed without a traceback, and end with exit code 1 (2 for those
+    of a recipe)."""
+    try:
+        app()
+    except ConfigError as error:
+        print("The recipe cannot run as it is:", *(f"- {p}" for p in error.problems), sep="\n", file=sys.stderr)
+        raise SystemExit(2) from None
+    except StrettoError as error:
+        width = shutil.get_terminal_size().columns
+        print("-" * min(width, 40), f"error: {error}", sep="\n", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()
