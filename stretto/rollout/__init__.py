@@ -1,0 +1,1 @@
+"""Rollout: engines, their scheduler and rewards. Never imports ``data``, ``plane`` or ``actor``."""
