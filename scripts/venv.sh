@@ -12,7 +12,7 @@ lock=requirements/lock.txt
 say() { printf '%s\n' "$*" >&2; }
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-    found=$("$python" --version 2>&1 || true)
+    found=$("$python" --version 2>/dev/null || true)
     say "PYTHON=$python (${found:-does not run}): Stretto needs Python 3.11 or later; name one, as in: make venv PYTHON=python3.12"
     exit 1
 fi

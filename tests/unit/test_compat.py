@@ -14,8 +14,9 @@ def model() -> Qwen3VLForConditionalGeneration:
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     text = {
-        "vocab_size": 306, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "head_dim": 16, "intermediate_size": 48, "rope_parameters": rope, "initializer_range": 0.2,
+        "vocab_size": 306, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 48, "rope_parameters": rope,
+        "initializer_range": 0.2,
     }  # fmt: skip
     vision = {
         "hidden_size": 32, "depth": 2, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32, "patch_size": 16,
