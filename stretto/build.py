@@ -5,7 +5,6 @@ Functions import what they build when they are called, so that a process loads o
 
 from __future__ import annotations
 
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,5 +110,3 @@ def actor_rank(config: Config, fetch: Fetch, tracer: Tracer, device: str, group:
     family = load_family(config.model)
     model = load_model(config.model, config.run.seed, device)
     return ActorRankCore(config, family, model, fetch, tracer, group, old_policy=DedicatedForward)
-
-

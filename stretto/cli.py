@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -42,8 +42,11 @@ def train(
 ) -> None:
     """Train a model by GRPO, rollout and actor running concurrently.
 
-    Needs a model that is sometimes right (`stretto sft` makes one, or any Qwen3-VL in model.path). Writes metrics, events,
-    a trace, fingerprints and checkpoints to run.dir. Ctrl-C ends at once; SIGTERM checkpoints first.
+    Needs a model that is sometimes right (`stretto sft` makes one, or any Qwen3-VL in model.path).
+
+    Writes metrics, events, a trace, fingerprints and checkpoints to run.dir.
+
+    Ctrl-C ends at once; SIGTERM checkpoints first.
     """
     from stretto import controller, loop, machine
     from stretto.observe.progress import make_progress, summary
@@ -117,7 +120,7 @@ def eval_(
     recipe: Recipe,
     set_: Sets = None,
     model: Annotated[Path | None, typer.Option(help="Model folder; default: the recipe's model.path.")] = None,
-    split: Annotated[str, typer.Option(help="validation, test or train.")] = "test",
+    split: Annotated[Literal["validation", "test", "train"], typer.Option(help="Part of the data.")] = "test",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to answer.")] = 400,
     examples: Annotated[int, typer.Option(min=0, max=8, help="Answers to print.")] = 3,
 ) -> None:
@@ -128,8 +131,6 @@ def eval_(
     sets = [*(set_ or ()), *([f"model.path={model}"] if model else [])]
     config, sources = load(recipe, sets, training=False)
     _refuse(check_machine(config, sources))
-    if split not in ("train", "validation", "test"):
-        raise StrettoError(f"--split {split!r}: give train, validation or test")
     settle((), config.run.determinism)
     one_thread()
     result = evaluate(config, split, prompts)

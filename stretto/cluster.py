@@ -23,6 +23,7 @@ from stretto.types import (
     GroupRecord,
     Mini,
     PartitionPlan,
+    Split,
     StrettoError,
     WeightBucket,
 )
@@ -67,9 +68,9 @@ class RolloutProcess(PayloadProducer):
         return facts
 
     async def run(self, plan: PartitionPlan, refs: list[Any]) -> dict[str, Any]:
-        return await self.worker.run(plan, lambda: ray.get(refs)) | {"rss_mib": memory_mib()}
+        return await self.worker.run(plan, lambda: ray.get(refs)) | {"rollout_rss_mib": memory_mib()}
 
-    async def evaluate(self, split: str, prompts: int, version: int, refs: list[Any]) -> Evaluation:
+    async def evaluate(self, split: Split, prompts: int, version: int, refs: list[Any]) -> Evaluation:
         return await self.worker.evaluate(split, prompts, version, lambda: ray.get(refs))
 
     async def close(self) -> None:
@@ -186,7 +187,7 @@ class Rollout:
     def run(self, plan: PartitionPlan, refs: list[Any]) -> None:
         self._pending.append(self.process.run.remote(plan, refs))
 
-    def evaluate(self, split: str, prompts: int, version: int, refs: list[Any]) -> None:
+    def evaluate(self, split: Split, prompts: int, version: int, refs: list[Any]) -> None:
         self._pending.append(self.process.evaluate.remote(split, prompts, version, refs))
 
     def finished(self, *, wait: bool = False) -> list[Any]:

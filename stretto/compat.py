@@ -90,3 +90,16 @@ def last_hidden_state(
         use_cache=cache is not None,
         **extra,
     )[0]
+
+
+def enable_gradient_checkpointing(model: Any) -> None:
+    """Recompute activations in the backward. Called ``gradient_checkpointing_enable`` until 5.24, which warns about it.
+
+    Remove once the lowest supported release has ``activation_checkpointing_enable``. transformers recomputes only in
+    train mode; without dropout that changes nothing else.
+    """
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()

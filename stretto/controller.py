@@ -21,13 +21,13 @@ from stretto.config import Config
 from stretto.data.cursor import rows_of_partition
 from stretto.data.source import Source
 from stretto.observe.lineage import UpdateLines
-from stretto.observe.manifest import Manifest
+from stretto.observe.manifest import Manifest, Status
 from stretto.observe.metrics import FingerprintWriter, MetricsWriter
 from stretto.observe.perfetto import write_trace
 from stretto.observe.progress import Progress, StepReport
 from stretto.observe.raw import RawLog
 from stretto.phase1 import Phase1, Phase1Batch
-from stretto.types import Evaluation, PartitionPlan, StrettoError
+from stretto.types import Evaluation, PartitionPlan, Split, StrettoError
 
 TERMINATE = signal.SIGTERM
 
@@ -145,15 +145,13 @@ class Run:
         epochs, rows = rows_of_partition(
             k, rollout.prompts_per_partition, len(self.source), self.config.run.seed, self.config.data.shuffle
         )
-        self.plane.open(
-            k, len(rows), rollout.n_samples_per_prompt, chunks_per_mini=self.config.actor.chunks_per_mini
-        )
+        self.plane.open(k, len(rows), rollout.n_samples_per_prompt, chunks_per_mini=self.config.actor.chunks_per_mini)
         version = max(0, k - self.config.staleness.max)
         return PartitionPlan(partition=k, version=version, epochs=epochs, rows=rows)
 
     @contextmanager
     def step(self, k: int) -> Iterator[Step]:
-        """The body is update k; ``step_s`` is measured from the end of the update before, so that nothing is left out."""
+        """The body is update k; ``step_s`` is measured from the end of the update before: nothing is left out."""
         step = Step(k)
         if math.isnan(self._begun):
             self._begun = time.monotonic()
@@ -191,7 +189,7 @@ class Run:
         if self.first == 0 and self.config.eval.every > 0:
             self.evaluate("validation")
 
-    def evaluate(self, split: str) -> None:
+    def evaluate(self, split: Split) -> None:
         """Queue an evaluation of the newest version; it runs before the partition that this version generates."""
         if self.config.eval.every > 0:
             self.rollout.evaluate(split, self.config.eval.prompts, self.done, self.weights[self.done])
@@ -214,9 +212,9 @@ class Run:
         now = time.monotonic()
         step_s, self._begun = now - self._begun, now
         report = self._rollout_reports.pop(k, {})
-        metrics = step.metrics | step.seconds | {f"rollout_{n}": v for n, v in report.items() if n in _ROLLOUT_METRICS}
+        metrics = step.metrics | step.seconds | {name: report[name] for name in _ROLLOUT_METRICS if name in report}
         metrics |= {"step_s": step_s, "tokens_per_s": metrics["tokens"] / step_s, "policy_version": k + 1}
-        metrics["samples_per_s"] = metrics["samples"] / step_s
+        metrics |= {f"{name}_per_s": metrics[name] / step_s for name in ("response_tokens", "samples")}
         self.metrics.write(k, metrics)
         self.rewards.append(metrics.get("reward_mean", math.nan))
         self.tokens += metrics["tokens"]
@@ -238,7 +236,7 @@ class Run:
         self.tracer.flush()
 
 
-_ROLLOUT_METRICS = ("waited_s", "load_s", "rollout_s", "rss_mib", "failed")
+_ROLLOUT_METRICS = ("rollout_s", "rollout_waited_s", "rollout_load_s", "rollout_failed", "rollout_rss_mib")
 
 
 class _RolloutQueue:
@@ -329,16 +327,15 @@ def open_run(
             run.begin(found)
             yield run
         except BaseException as error:
-            status = "interrupted" if isinstance(error, KeyboardInterrupt | Stopped) else "failed"
+            status: Status = "interrupted" if isinstance(error, KeyboardInterrupt | Stopped) else "failed"
             done = run.done if run else first
             manifest.finish(status, updates_done=done, cause=f"{type(error).__name__}: {error}")
             raise
         else:
             manifest.finish("finished", updates_done=run.done)
         finally:
-            if run is not None:
-                run.tracer.flush()
-    write_trace(Path(config.run.dir) / "events.jsonl", Path(config.run.dir) / "trace.json")
+            stack.close()  # processes end, and with them what they still had to write
+            write_trace(Path(config.run.dir) / "events.jsonl", Path(config.run.dir) / "trace.json")
 
 
 @contextmanager

@@ -7,10 +7,10 @@ import asyncio
 from stretto import build
 from stretto.config import Config
 from stretto.observe.trace import Tracer
-from stretto.types import Evaluation
+from stretto.types import Evaluation, Split
 
 
-def evaluate(config: Config, split: str, prompts: int) -> Evaluation:
+def evaluate(config: Config, split: Split, prompts: int) -> Evaluation:
     """Exact match of ``config.model`` on the first ``prompts`` rows of ``split`` (train, validation or test).
 
     Raises:
@@ -19,7 +19,7 @@ def evaluate(config: Config, split: str, prompts: int) -> Evaluation:
     return asyncio.run(_evaluate(config, split, prompts))
 
 
-async def _evaluate(config: Config, split: str, prompts: int) -> Evaluation:
+async def _evaluate(config: Config, split: Split, prompts: int) -> Evaluation:
     worker = await build.rollout_worker(config, None, Tracer(None, "eval"), "cpu")
     try:
         return await worker.evaluate_loaded(split, prompts)

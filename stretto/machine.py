@@ -47,8 +47,8 @@ def placement(config: Config) -> Placement:
         if cluster.device == "cuda" and gpus < 2:
             raise ConfigError(
                 [
-                    f'cluster.device = "cuda": actor and rollout need a GPU each, and {gpus} can be seen here; make two '
-                    'visible (CUDA_VISIBLE_DEVICES) or set cluster.device = "cpu"'
+                    f'cluster.device = "cuda": actor and rollout need a GPU each, and {gpus} can be seen here; make '
+                    'two visible (CUDA_VISIBLE_DEVICES) or set cluster.device = "cpu"'
                 ]
             )
         device = "cuda" if gpus >= 2 else "cpu"
@@ -62,7 +62,7 @@ def _gpu_count() -> int:
 
 
 def settle(cores: tuple[int, ...], determinism: Literal["exact", "fast"]) -> dict[str, Any]:
-    """Pin this process to ``cores`` with as many torch threads, and make its results repeat where ``exact`` asks for it.
+    """Pin this process to ``cores``, with as many torch threads; make its results repeat where ``exact`` asks for it.
 
     Must run before the process does any work. Returns what was set, for the manifest.
     """

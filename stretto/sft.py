@@ -43,8 +43,8 @@ class SftResult:
 
 
 def run_sft(config: Config, output: Path, report: Report = lambda *_: None) -> SftResult:
-    """Train on the ``labelled`` split until validation exact match reaches ``sft.stop_exact_match``, and write a Hugging
-    Face directory to ``output``.
+    """Train on the ``labelled`` split until validation exact match reaches ``sft.stop_exact_match``, and write a
+    Hugging Face directory to ``output``.
 
     Raises:
         StrettoError: the criterion was not reached within ``sft.steps``; nothing is written then.

@@ -31,6 +31,8 @@ from typing import Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Split = Literal["train", "validation", "test", "labelled"]
+"""Part of a data set; ``labelled`` is the part of ``train`` whose answers supervised training may see."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from stretto.models.batch import SampleBatch
-from stretto.models.logprobs import entropy, token_logprobs
+from stretto.models.logprobs import logprobs_and_entropy
 
 
 class Family(Protocol):
@@ -30,9 +29,4 @@ def forward_logprobs(
     """
     logits_TV = family.response_logits(model, batch)
     suppressed_V = family.suppressed_V.to(logits_TV.device)
-    logprobs_T = token_logprobs(logits_TV, batch.response_ids_T, suppressed_V, temperature)
-    if not with_entropy:
-        return logprobs_T, None
-    with torch.no_grad():
-        entropy_T = entropy(logits_TV, suppressed_V, temperature)
-    return logprobs_T, entropy_T
+    return logprobs_and_entropy(logits_TV, batch.response_ids_T, suppressed_V, temperature, with_entropy=with_entropy)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stretto import compat
 from stretto.actor.forward import Family, forward_logprobs
 from stretto.actor.master import MasterWeights
 from stretto.actor.optim import LrSchedule, build_adamw
@@ -66,9 +66,7 @@ class Trainer:
         self.optimizer_step = 0
         self.skipped = 0
         if actor.gradient_checkpointing:
-            enable: Any = model.gradient_checkpointing_enable
-            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.train()  # transformers recomputes activations only in train mode
+            compat.enable_gradient_checkpointing(model)
         self._statistics = Statistics()
 
     def begin(self) -> None:

@@ -15,9 +15,8 @@ import numpy as np
 
 from stretto.config import DataConfig
 from stretto.data.cursor import permutation
-from stretto.types import ConfigError, Prompt
+from stretto.types import ConfigError, Prompt, Split
 
-Split = Literal["train", "validation", "test", "labelled"]
 Layout = Literal["one-image", "many-images", "text"]
 
 SIDE = 32

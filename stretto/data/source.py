@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from stretto.config import DataConfig
-from stretto.data.digits import Digits, Split
-from stretto.types import Prompt
+from stretto.data.digits import Digits
+from stretto.types import Prompt, Split
 
 
 class Source(Protocol):

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from stretto.config import ModelConfig
@@ -33,7 +40,7 @@ def load_family(cfg: ModelConfig) -> Qwen3VL:
     size = {"shortest_edge": cfg.min_pixels, "longest_edge": cfg.max_pixels}
     if not cfg.path:
         tokenizer = build_tokenizer()
-        config = _config_from_block(cfg.config or {}, tokenizer)
+        config = _config_from_block(cfg.config, tokenizer)
         vision = config.vision_config
         image_processor = Qwen2VLImageProcessorPil(
             size=size,
@@ -93,8 +100,8 @@ def _check_fit(cfg: ModelConfig, config: Any, tokenizer: Any, image_processor: A
             )
     if len(tokenizer) > config.text_config.vocab_size:
         problems.append(
-            f"{where}: the tokenizer has {len(tokenizer)} ids, the model {config.text_config.vocab_size}; take tokenizer "
-            "and config.json from the same release"
+            f"{where}: the tokenizer has {len(tokenizer)} ids, the model {config.text_config.vocab_size}; take "
+            "tokenizer and config.json from the same release"
         )
     image_token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     if image_token != config.image_token_id:
@@ -108,8 +115,10 @@ def _check_fit(cfg: ModelConfig, config: Any, tokenizer: Any, image_processor: A
         raise ConfigError(problems)
 
 
-def _config_from_block(block: dict[str, Any], tokenizer: Any) -> Qwen3VLConfig:
+def _config_from_block(block: dict[str, Any] | None, tokenizer: Any) -> Qwen3VLConfig:
     """``[model.config]`` with tables ``text`` and ``vision`` (transformers' names) and ``tie_word_embeddings``."""
+    if block is None:
+        raise ConfigError(["model.path and model.config are both unset: name a model, or give a [model.config] block"])
     unknown = set(block) - {"text", "vision", "tie_word_embeddings"}
     if unknown:
         raise ConfigError(
@@ -149,9 +158,11 @@ def load_model(cfg: ModelConfig, seed: int, device: torch.device | str = "cpu") 
     """
     dtype = DTYPES[cfg.dtype]
     if cfg.path:
-        model = Qwen3VLForConditionalGeneration.from_pretrained(cfg.path, dtype=dtype, attn_implementation=cfg.attention)
+        model = Qwen3VLForConditionalGeneration.from_pretrained(
+            cfg.path, dtype=dtype, attn_implementation=cfg.attention
+        )
     else:
-        config = _config_from_block(cfg.config or {}, build_tokenizer())
+        config = _config_from_block(cfg.config, build_tokenizer())
         config._attn_implementation = cfg.attention
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -161,6 +172,7 @@ def load_model(cfg: ModelConfig, seed: int, device: torch.device | str = "cpu") 
 
 def save_model(family: Qwen3VL, model: nn.Module, directory: Path) -> None:
     """A directory that ``from_pretrained`` loads: weights (safetensors), config, tokenizer, template, processor."""
+    assert isinstance(model, PreTrainedModel)
     directory.mkdir(parents=True, exist_ok=True)
     model.generation_config.eos_token_id = list(family.eos_ids)
     model.generation_config.pad_token_id = family.pad_id

@@ -21,11 +21,19 @@ def scaled_logits(logits: Tensor, suppressed_V: Tensor, temperature: float) -> T
 
 def token_logprobs(logits_TV: Tensor, ids_T: Tensor, suppressed_V: Tensor, temperature: float) -> Tensor:
     """Log-prob of each of ``ids_T`` (int64): float32 [T]."""
-    logprobs_TV = torch.log_softmax(scaled_logits(logits_TV, suppressed_V, temperature), dim=-1)
-    return logprobs_TV.gather(-1, ids_T[:, None])[:, 0]
+    return logprobs_and_entropy(logits_TV, ids_T, suppressed_V, temperature, with_entropy=False)[0]
 
 
-def entropy(logits_TV: Tensor, suppressed_V: Tensor, temperature: float) -> Tensor:
-    """Entropy in nats of each distribution: float32 [T]; suppressed ids contribute nothing."""
-    logprobs_TV = torch.log_softmax(scaled_logits(logits_TV, suppressed_V, temperature), dim=-1)
-    return -(logprobs_TV.exp() * logprobs_TV.masked_fill(suppressed_V, 0.0)).sum(-1)
+def logprobs_and_entropy(
+    logits_TV: Tensor, ids_T: Tensor, suppressed_V: Tensor, temperature: float, *, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs float32 [T]; and where asked for, the entropy in nats of each distribution, float32 [T], no gradient,
+    from the same softmax (a second one would cost as much memory again). Suppressed ids contribute nothing to it.
+    """
+    all_TV = torch.log_softmax(scaled_logits(logits_TV, suppressed_V, temperature), dim=-1)
+    logprobs_T = all_TV.gather(-1, ids_T[:, None])[:, 0]
+    if not with_entropy:
+        return logprobs_T, None
+    with torch.no_grad():
+        entropy_T = -(all_TV.exp() * all_TV.masked_fill(suppressed_V, 0.0)).sum(-1)
+    return logprobs_T, entropy_T

@@ -66,17 +66,17 @@ class Qwen3VL:
             )
         pixel_values, grid = self._pixels(prompt.images)
         tokens_per_image = grid.prod(-1) // self.merge_size**2
-        text = parts[0] + "".join(image_token * int(n) + rest for n, rest in zip(tokens_per_image, parts[1:], strict=True))
+        text = parts[0] + "".join(
+            image_token * int(n) + rest for n, rest in zip(tokens_per_image, parts[1:], strict=True)
+        )
         ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
         types = (ids == self.config.image_token_id).astype(np.int8)
         if int(types.sum()) != int(tokens_per_image.sum()):
             raise StrettoError(
-                f"row {prompt.row_id}: {int(types.sum())} image tokens for {int(tokens_per_image.sum())} image features; "
-                f"keep special tokens such as {image_token!r} out of the text"
+                f"row {prompt.row_id}: {int(types.sum())} image tokens for {int(tokens_per_image.sum())} image "
+                f"features; keep special tokens such as {image_token!r} out of the text"
             )
-        return ProcessedPrompt(
-            prompt_ids=ids, mm_token_type_ids=types, pixel_values=pixel_values, image_grid_thw=grid
-        )
+        return ProcessedPrompt(prompt_ids=ids, mm_token_type_ids=types, pixel_values=pixel_values, image_grid_thw=grid)
 
     def _pixels(self, images: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         vision = self.config.vision_config
@@ -217,4 +217,8 @@ class Qwen3VL:
     def response_logits(self, model: nn.Module, batch: SampleBatch) -> Tensor:
         """Logits [T, V] that predict each response token, in row order; the vocabulary is projected only there."""
         hidden = self.hidden_states(model, batch.inputs)
-        return model.lm_head(hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.predict_index))
+        return self.logits(model, hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.predict_index))
+
+    def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V] of hidden states [..., H]."""
+        return model.get_submodule("lm_head")(hidden)

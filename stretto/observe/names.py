@@ -83,7 +83,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "exposed_wait_s": ("s", "the actor waited for groups of this partition"),
     "rollout_waited_s": ("s", "the rollout side waited for the plan of this partition, that is, for weights"),
     "rollout_load_s": ("s", "it loaded the weights"),
-    "rollout_rollout_s": ("s", "it generated, scored and put the partition, back-pressure included"),
+    "rollout_s": ("s", "it generated, scored and put the partition, back-pressure included"),
     "actor_rss_mib": ("MiB", "resident memory of the actor's process, shared pages included"),
     "rollout_rss_mib": ("MiB", "the same of the rollout process"),
 }

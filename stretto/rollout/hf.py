@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -81,13 +81,11 @@ class HfEngine:
     @torch.no_grad()
     def decode(self, requests: Sequence[GroupRequest], sampling: Sampling) -> list[list[Response]]:
         """The decode loop, blocking. Responses come in request order, ``sampling.n`` each."""
-        rows = [
-            _Row(sample_key(sampling.seed, r.partition, r.group, i)) for r in requests for i in range(sampling.n)
-        ]
+        rows = [_Row(sample_key(sampling.seed, r.partition, r.group, i)) for r in requests for i in range(sampling.n)]
         cache = DynamicCache(config=self.family.config.text_config)
         batch = self.family.collate_prompts([r.prompt for r in requests], self.device)
         hidden = self.family.hidden_states(self.model, batch.inputs, cache)[:, -1]
-        logits = self.model.lm_head(hidden).repeat_interleave(sampling.n, dim=0)
+        logits = self.family.logits(self.model, hidden).repeat_interleave(sampling.n, dim=0)
         cache.batch_repeat_interleave(sampling.n)
         position = batch.next_position.repeat_interleave(sampling.n)
         mask = batch.inputs.attention_mask
@@ -107,7 +105,7 @@ class HfEngine:
                 cache.batch_select_indices(index)
             if mask is not None:
                 mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
-            logits = self.model.lm_head(self._step(token, position, mask, cache))
+            logits = self.family.logits(self.model, self._step(token, position, mask, cache))
             position = position + 1
         responses = [self._response(row) for row in rows]
         return [responses[i : i + sampling.n] for i in range(0, len(responses), sampling.n)]
@@ -169,8 +167,3 @@ class HfEngine:
             version_start=self._version,
             version_end=self._version,
         )
-
-
-def greedy(sampling: Sampling) -> Sampling:
-    """The same limits, one response, no noise: what evaluation uses."""
-    return replace(sampling, n=1, temperature=0.0)

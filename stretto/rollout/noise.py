@@ -4,7 +4,7 @@ There is no generator state to share between samples, so a token does not depend
 beside it, on the replica that decodes it, or on what was decoded before. A token is drawn by Gumbel-max:
 ``argmax(log p + g)`` with g standard Gumbel is a sample of p (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030).
 
-The mixing function is splitmix64's finaliser (Steele et al. 2014, doi:10.1145/2660193.2660195) on int64 with wrap-around.
+The mixing function is splitmix64's finaliser (Steele et al. 2014, doi:10.1145/2660193.2660195), on int64 that wraps.
 """
 
 from __future__ import annotations

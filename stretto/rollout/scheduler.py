@@ -132,7 +132,7 @@ class Scheduler:
         self.rewarder.check_partition(plan.partition, scores)
         return {
             "samples": len(scores),
-            "failed": sum(not v for r in records for v in r.valid),
+            "rollout_failed": sum(not v for r in records for v in r.valid),
             "response_tokens": sum(sum(r.response_tokens) for r in records),
         }
 

@@ -8,11 +8,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from stretto.observe.trace import Tracer
 from stretto.rollout.scheduler import Scheduler
-from stretto.types import Evaluation, PartitionPlan, Prompt, WeightBucket
+from stretto.types import Evaluation, PartitionPlan, Prompt, Split, WeightBucket
+
+
+class Prompts(Protocol):
+    """What the worker needs of a data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> Prompt: ...
 
 
 class RolloutWorker:
@@ -22,8 +30,8 @@ class RolloutWorker:
         self,
         *,
         scheduler: Scheduler,
-        train: Sequence[Prompt],
-        evaluation: Callable[[str], Sequence[Prompt]],
+        train: Prompts,
+        evaluation: Callable[[Split], Prompts],
         fail: Callable[[int, str], Awaitable[None]],
         closing: Sequence[Callable[[], Awaitable[None] | None]],
         tracer: Tracer,
@@ -40,7 +48,8 @@ class RolloutWorker:
     async def run(self, plan: PartitionPlan, weights: Callable[[], Iterable[WeightBucket]]) -> dict[str, Any]:
         """Generate partition ``plan.partition`` with policy version ``plan.version``.
 
-        Returns its counts and times in seconds: ``waited_s`` for the plan (that is, for weights), ``load_s``,
+        Returns its counts and times in seconds: ``rollout_waited_s`` for the plan (that is, for weights),
+        ``rollout_load_s``,
         ``rollout_s``. An error is also told to the data plane, so that whoever waits for the partition gets its cause.
         """
         async with self._order:
@@ -59,25 +68,25 @@ class RolloutWorker:
             return report | {
                 "partition": plan.partition,
                 "version": plan.version,
-                "waited_s": waited,
-                "load_s": loaded - started,
+                "rollout_waited_s": waited,
+                "rollout_load_s": loaded - started,
                 "rollout_s": self._idle_since - loaded,
             }
 
     async def evaluate(
-        self, split: str, prompts: int, version: int, weights: Callable[[], Iterable[WeightBucket]]
+        self, split: Split, prompts: int, version: int, weights: Callable[[], Iterable[WeightBucket]]
     ) -> Evaluation:
         """Greedy evaluation of ``version`` on the first ``prompts`` rows of ``split``."""
         async with self._order:
             await self._load(version, weights)
             return await self._evaluate(split, prompts)
 
-    async def evaluate_loaded(self, split: str, prompts: int) -> Evaluation:
+    async def evaluate_loaded(self, split: Split, prompts: int) -> Evaluation:
         """The same for the weights that the engine was built with."""
         async with self._order:
             return await self._evaluate(split, prompts)
 
-    async def _evaluate(self, split: str, prompts: int) -> Evaluation:
+    async def _evaluate(self, split: Split, prompts: int) -> Evaluation:
         rows = self.evaluation(split)
         result = await self.scheduler.evaluate([rows[i] for i in range(min(prompts, len(rows)))], split)
         self._idle_since = time.monotonic()

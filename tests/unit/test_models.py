@@ -13,7 +13,7 @@ from transformers import Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 from stretto.config import ModelConfig
 from stretto.models.batch import SampleInput
 from stretto.models.loading import load_family, load_model, save_model
-from stretto.models.logprobs import entropy, scaled_logits, token_logprobs
+from stretto.models.logprobs import logprobs_and_entropy, scaled_logits, token_logprobs
 from stretto.models.positions import mrope_positions
 from stretto.types import ConfigError, Prompt, StrettoError
 
@@ -34,7 +34,9 @@ def test_processing_equals_the_processor_of_transformers(images):
     processed = family.process(prompt)
     reference = ImageOnlyProcessor(family.image_processor, family.tokenizer, None, family.tokenizer.chat_template)
     text = reference.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
-    out = reference(text=[text], images=list(prompt.images) or None, return_tensors="np", input_data_format="channels_last")
+    out = reference(
+        text=[text], images=list(prompt.images) or None, return_tensors="np", input_data_format="channels_last"
+    )
     np.testing.assert_array_equal(processed.prompt_ids, out["input_ids"][0])
     np.testing.assert_array_equal(processed.mm_token_type_ids, out["mm_token_type_ids"][0])
     if images:
@@ -104,7 +106,9 @@ def test_one_vision_forward_a_group_is_bit_equal_to_repeated_pixels():
 
 def test_no_grad_and_grad_forwards_are_bit_identical():
     family, model = tiny.family(), tiny.model()
-    batch = family.collate([SampleInput(family.process(tiny.prompt(i)), family.encode_answer("3+5=8")) for i in range(5)])
+    batch = family.collate(
+        [SampleInput(family.process(tiny.prompt(i)), family.encode_answer("3+5=8")) for i in range(5)]
+    )
     with torch.no_grad():
         without = family.response_logits(model, batch)
     assert torch.equal(without, family.response_logits(model, batch))
@@ -125,14 +129,17 @@ def test_suppressed_ids_have_no_probability_and_no_share_of_the_entropy():
     logits = torch.tensor([[1.0, 1.0, 50.0]], dtype=torch.bfloat16)
     suppressed = torch.tensor([False, False, True])
     assert token_logprobs(logits, torch.tensor([1]), suppressed, 1.0).item() == pytest.approx(math.log(0.5), abs=1e-6)
-    assert entropy(logits, suppressed, 1.0).item() == pytest.approx(math.log(2), abs=1e-6)
+    _, entropy = logprobs_and_entropy(logits, torch.tensor([1]), suppressed, 1.0, with_entropy=True)
+    assert entropy.item() == pytest.approx(math.log(2), abs=1e-6)
     assert scaled_logits(logits, suppressed, 1.0)[0, 2].item() == -math.inf
 
 
 def test_vision_and_special_ids_are_suppressed_but_eos_is_not():
     family = tiny.family()
     ids = family.tokenizer.convert_tokens_to_ids
-    assert all(family.suppressed_V[ids(t)] for t in ("<|image_pad|>", "<|vision_start|>", "<|im_start|>", "<|endoftext|>"))
+    assert all(
+        family.suppressed_V[ids(t)] for t in ("<|image_pad|>", "<|vision_start|>", "<|im_start|>", "<|endoftext|>")
+    )
     assert not family.suppressed_V[list(family.eos_ids)].any()
     assert not family.suppressed_V[family.encode_answer("3+5=8")].any()
 

@@ -1,4 +1,4 @@
-"""Sampling noise against an independent big-integer implementation, and Gumbel-max against the distribution it samples."""
+"""Sampling noise against an independent big-integer implementation, Gumbel-max against the distribution it samples."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_noise_does_not_depend_on_the_rest_of_the_batch():
 
 def test_every_part_of_the_key_changes_the_noise():
     base = sample_key(1, 2, 3, 4)
-    others = [sample_key(*k) for k in [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4), (1, 2, 3, 0), (1, 3, 2, 4), (2, 1, 3, 4)]]
+    others = [
+        sample_key(*k) for k in [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4), (1, 2, 3, 0), (1, 3, 2, 4), (2, 1, 3, 4)]
+    ]
     assert len({base, *others}) == 7
     assert not torch.equal(gumbel([base], 0, 20), gumbel([base], 1, 20))
 
