@@ -384,19 +384,18 @@ class Ledger:
     def _find_deadlock(self) -> None:
         """Fails partitions that can never be completed.
 
-        A claim lacks groups of partition q, and the next put to be let in, of a partition up to q, would not fit even
-        if every earlier partition that is complete and has no waiting claim were closed. Later partitions cannot
-        help: they are consumed after q. A head of the queue that belongs to a later partition proves nothing, since
-        the next put of q goes before it.
+        A claim lacks groups of partition q, and the put at the head of the queue, of partition r <= q, would not fit
+        even if every partition before q were closed (but r, which cannot be complete without it). Later partitions
+        cannot help: they are consumed after q. A head that belongs to a later partition proves nothing, since the
+        next put of q goes before it.
         """
         for claim in self._claims:
             part = self._partitions.get(claim.partition)
             if not self._queue or part is None or part.failure or self._queue[0].partition > part.index:
                 continue
             head = self._queue[0]
-            waiting = {other.partition for other in self._claims}
-            earlier = [p for p in self._partitions.values() if p.index < part.index and p.complete]
-            freeable = sum(p.nbytes for p in earlier if p.index not in waiting)
+            earlier = [p for p in self._partitions.values() if p.index < part.index and p.index != head.partition]
+            freeable = sum(p.nbytes for p in earlier)
             if self._held - freeable + head.nbytes <= self._capacity or not part.lacks(claim):
                 continue
             text = (

@@ -416,6 +416,68 @@ def test_a_full_plane_that_a_consumer_waits_for_is_an_error_with_both_byte_count
         plane.ledger.poll_put(ticket)
 
 
+def test_discarding_a_partition_ends_its_waiting_puts_and_lets_others_in():
+    plane = Plane(capacity=30)
+    for partition in range(2):
+        plane.ledger.open(partition, 2, 3)
+    plane.put(0, 0, 20)
+    dropped, later = plane.begin(0, 1, 20), plane.begin(1, 0, 20)
+    plane.ledger.close(0, discard=True)
+    with pytest.raises(PartitionClosed, match="partition 0, group 1"):
+        plane.ledger.poll_put(dropped)
+    assert plane.ledger.poll_put(later)
+    assert plane.held == 20
+
+
+def test_a_claim_whose_groups_are_on_their_way_is_no_deadlock():
+    plane = Plane(capacity=25)
+    plane.ledger.open(0, 4, 3, chunks_per_mini=2)
+    moving = [plane.begin(0, group) for group in range(2)]
+    plane.begin(0, 2)
+    claim, lease = plane.claim(0, range(2))
+    assert lease is None
+    for ticket in moving:
+        plane.ledger.commit_put(ticket, "payload")
+    assert plane.ledger.poll_claim(claim).groups == (0, 1)
+
+
+def test_a_number_of_groups_waits_for_groups_on_another_lease(plane):
+    filled(plane)
+    first = plane.lease(0, 3)
+    claim, lease = plane.claim(0, 2)
+    assert lease is None
+    plane.ledger.release(first)
+    assert plane.ledger.poll_claim(claim).groups == (0, 1)
+
+
+def test_an_earlier_partition_that_is_still_being_filled_is_no_deadlock():
+    plane = Plane(capacity=30)
+    for partition in range(2):
+        plane.ledger.open(partition, 2, 3)
+    plane.put(0, 0, 10)
+    plane.put(1, 0, 10)
+    first, _ = plane.claim(0, range(2), "reference", timeout_s=100)
+    blocked = plane.begin(1, 1, 15)
+    second, _ = plane.claim(1, range(2))
+    plane.put(0, 1, 5)
+    plane.ledger.ack(plane.ledger.poll_claim(first))
+    plane.ledger.close(0)
+    plane.ledger.commit_put(blocked, "payload")
+    assert plane.ledger.poll_claim(second).groups == (0, 1)
+
+
+def test_an_earlier_partition_that_cannot_be_filled_is_a_deadlock_for_later_ones_too():
+    plane = Plane(capacity=30)
+    for partition in range(2):
+        plane.ledger.open(partition, 2, 3)
+    plane.put(0, 0, 20)
+    blocked = plane.begin(0, 1, 20)
+    with pytest.raises(CapacityDeadlock, match=r"partition 1, mini 0, chunk 0: .* the put of partition 0, .* group 1"):
+        plane.claim(1, range(2))
+    with pytest.raises(CapacityDeadlock):
+        plane.ledger.poll_put(blocked)
+
+
 def test_an_earlier_partition_that_will_be_closed_is_no_deadlock():
     plane = Plane(capacity=30)
     plane.ledger.open(0, 1, 3)
