@@ -183,10 +183,10 @@ class Ledger:
         if groups is not None:
             return self._grant(partition, claim, groups, now)
         if now >= claim.deadline:
+            remedy = "raise plane.capacity_mib" if self._queue else "see whether the rollout still makes progress"
             raise FetchTimeout(
                 f"{claim.place}: consumer {claim.consumer!r} waited {now - claim.since:.1f} s for "
-                f"{partition.explain(claim)}; {self._fill()}; see whether the rollout still makes progress, or raise "
-                "plane.fetch_timeout_s"
+                f"{partition.explain(claim)}; {self._fill()}; {remedy}, or raise plane.fetch_timeout_s"
             )
         return None
 

@@ -298,14 +298,16 @@ def test_a_full_plane_makes_puts_wait_and_never_deadlocks(start):
     assert stats.backpressure_s > 0.7
 
     # Too small for a partition that somebody waits for: an error on both sides, with both byte counts.
+    harness.plane.close(second, discard=True)
     third = harness.open(groups=4)
+    harness.put(third, 3)
     harness.put(third, 0)
     waiting = [harness.put_later(*make_group(third, group)) for group in (1, 2)]
     while harness.plane.stats().waiting_puts < 2:
         time.sleep(0.05)
     begun = time.monotonic()
     with pytest.raises(CapacityDeadlock) as caught:
-        harness.plane.claim(third, "actor", range(2, 4), timeout_s=30, mini=0, chunk=1)
+        harness.plane.claim(third, "actor", range(2, 4), timeout_s=10, mini=0, chunk=1)
     assert time.monotonic() - begun < 5
     for words in (
         f"partition {third}, mini 0, chunk 1",
