@@ -101,7 +101,8 @@ def main() -> None:
         put, claim, fetch = (statistics.median(times[1:]) for times in (puts, claims, fetches))
         print(
             f"{name:18} {groups:3d} groups of {mib(held // groups):>12}: put {1e3 * put / groups:6.2f} ms/group "
-            f"({held / put / 2**30:4.2f} GiB/s), claim {1e3 * claim:4.1f} ms, fetch {1e3 * fetch / groups:4.2f} ms/group"
+            f"({held / put / 2**30:4.2f} GiB/s), claim {1e3 * claim:4.1f} ms, "
+            f"fetch {1e3 * fetch / groups:4.2f} ms/group"
         )
     ray.shutdown()
 
