@@ -25,7 +25,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from operator import attrgetter
 from typing import Any
 
 INFO = ("row_id", "source", "messages", "finish_reason")
@@ -59,7 +58,7 @@ def resolve(name: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
             f"directory {os.getcwd()!r}, then on PYTHONPATH and among installed packages"
         ) from error
     try:
-        function = attrgetter(attribute)(module)
+        function = getattr(module, attribute)
     except AttributeError:
         raise ValueError(
             f"{module.__file__ or module_name} has no {attribute!r}; give the name of a function in it"

@@ -83,11 +83,6 @@ def note(response, answer):
         raise ValueError("bad")
     return "1" if response == "text" else 1.0
 
-class Scale:
-    @staticmethod
-    def double(response, answer):
-        return 2.0
-
 async def later(response, answer): return 1.0
 def only_response(response): return 1.0
 def swapped(answer, response): return 1.0
@@ -272,7 +267,6 @@ def test_functions_get_the_information_they_name() -> None:
 
     assert with_rewarder("my_rewards:everything", body) == [Score(value=1.0)]
     assert with_rewarder("my_rewards:some", body) == [Score(value=2.0)]
-    assert with_rewarder("my_rewards:Scale.double", body) == [Score(value=2.0)]
 
 
 @pytest.mark.parametrize(
