@@ -80,7 +80,7 @@ def cross_field_problems(config: Config, origins: Mapping[str, str], *, training
     reader = _Reader(config, origins)
     found = [*_model(config, reader), *_cores(config, reader)]
     if training:
-        found += [*_sampling(config, reader), *_batches(config, reader), *_learning_rate(config, reader)]
+        found += [*_sampling(config, reader), *_batches(config, reader)]
     return found
 
 
@@ -150,19 +150,6 @@ def _batches(config: Config, reader: _Reader) -> Iterator[Problem]:
         )
     if config.actor.data_parallel > 1:
         yield reader.problem("actor.data_parallel", why="this version trains on one actor rank; set it to 1")
-
-
-def _learning_rate(config: Config, reader: _Reader) -> Iterator[Problem]:
-    updates, warmup, decay = config.run.updates, config.actor.warmup_updates, config.actor.decay_fraction
-    decaying = round(decay * updates)
-    if warmup + decaying > updates:
-        yield reader.problem(
-            "run.updates",
-            "actor.warmup_updates",
-            "actor.decay_fraction",
-            why=f"{warmup} updates of warm-up and {decaying} of decay do not fit into {updates}; "
-            f"train longer, or set warmup_updates to at most {updates - decaying} or a smaller decay_fraction",
-        )
 
 
 def check_machine(config: Config, origins: Mapping[str, str] | None = None) -> list[str]:
@@ -249,7 +236,7 @@ def _reward_function(config: Config, reader: _Reader) -> Iterator[Problem]:
         yield reader.problem(
             "reward.function",
             why=f"no module {module} is on Python's path; install it, "
-            f"or put its folder into PYTHONPATH (PYTHONPATH=. for the current one)",
+            "run from its folder, or put its folder into PYTHONPATH",
         )
 
 
@@ -260,7 +247,8 @@ def _module_exists(module: str) -> bool:
     if module in sys.builtin_module_names:
         return True
     for depth, part in enumerate(parts):
-        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]) if path else part, path)
+        where = path if path else [os.getcwd(), *sys.path]  # rewards import from the current folder too
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]) if path else part, where)
         if spec is None:
             return False
         path = list(spec.submodule_search_locations or [])

@@ -20,14 +20,14 @@ from stretto.cluster import Cluster
 from stretto.config import Config
 from stretto.data.cursor import rows_of_partition
 from stretto.data.source import Source
-from stretto.observe.lineage import UpdateLines
+from stretto.observe.lineage import UpdateLines, read_lines
 from stretto.observe.manifest import Manifest, Status
 from stretto.observe.metrics import FingerprintWriter, MetricsWriter
 from stretto.observe.perfetto import write_trace
 from stretto.observe.progress import Progress, StepReport
 from stretto.observe.raw import RawLog
 from stretto.phase1 import Phase1, Phase1Batch
-from stretto.types import Evaluation, PartitionPlan, Split, StrettoError
+from stretto.types import Evaluation, PartitionPlan, StrettoError
 
 TERMINATE = signal.SIGTERM
 
@@ -51,6 +51,10 @@ class WeightStore:
 
     def __getitem__(self, version: int) -> list[Any]:
         return self._versions[version]
+
+    def __iter__(self) -> Iterator[int]:
+        """The kept versions, oldest first."""
+        return iter(sorted(self._versions))
 
     def before(self, version: int) -> dict[int, list[Any]]:
         """The kept versions below ``version``: what a checkpoint at ``version`` must hold beside its parameters."""
@@ -128,7 +132,7 @@ class Run:
         self.phase1: Phase1 = build.phase1(config, self.plane, self.actor.forward, self.tracer)
         self.metrics = MetricsWriter(self.dir, first)
         self.fingerprints = FingerprintWriter(self.dir, first)
-        self.evaluations = UpdateLines(self.dir / "evaluations.jsonl", first + (first > 0))
+        self.evaluations = UpdateLines(self.dir / "evaluations.jsonl", first + 1)
         self.raw = RawLog(self.dir, first)
         self.rewards: list[float] = []
         self.tokens = 0.0
@@ -164,18 +168,16 @@ class Run:
         self.done = k + 1
         self.fingerprints.write(k, fingerprints)
         self.raw.write(k, raw)
-        if self._due(self.config.checkpoint.every) or self.terminated:
+        every = self.config.checkpoint.every
+        if self.terminated or self.done == self.last or (every > 0 and self.done % every == 0):
             with self.tracer.span("loop.checkpoint", update=k), step.timed("checkpoint"):
                 self.save()
-        if self._due(self.config.eval.every):
-            self.evaluate("validation")
+        if self._eval_due(self.done):
+            self.evaluate(self.done)
         self._collect(wait=self.done == self.last)
         self._write(k, step)
         if self.terminated:
             raise Stopped(f"ended by SIGTERM after update {self.done}; a checkpoint holds all of it")
-
-    def _due(self, every: int) -> bool:
-        return self.done == self.last or (every > 0 and self.done % every == 0)
 
     # Around the loop -----------------------------------------------------------------------------------------------
 
@@ -186,13 +188,18 @@ class Run:
             for version, buckets in read_published(found.path).items():
                 self.weights.keep(version, [ray.put(bucket) for bucket in buckets])
         self.weights.keep(self.first, self.actor.publish(self.first))
-        if self.first == 0 and self.config.eval.every > 0:
-            self.evaluate("validation")
+        recorded = {row["version"] for row in read_lines(self.evaluations.path)}
+        for version in self.weights:
+            if self._eval_due(version) and version not in recorded:
+                self.evaluate(version)
 
-    def evaluate(self, split: Split) -> None:
-        """Queue an evaluation of the newest version; it runs before the partition that this version generates."""
-        if self.config.eval.every > 0:
-            self.rollout.evaluate(split, self.config.eval.prompts, self.done, self.weights[self.done])
+    def evaluate(self, version: int) -> None:
+        """Queue an evaluation of ``version``; it runs before the partition that this version generates."""
+        self.rollout.evaluate("validation", self.config.eval.prompts, version, self.weights[version])
+
+    def _eval_due(self, version: int) -> bool:
+        every = self.config.eval.every
+        return every > 0 and (version % every == 0 or version == self.last)
 
     def save(self) -> None:
         self.actor.save(self.done, self.weights.before(self.done))
@@ -212,7 +219,9 @@ class Run:
         now = time.monotonic()
         step_s, self._begun = now - self._begun, now
         report = self._rollout_reports.pop(k, {})
-        metrics = step.metrics | step.seconds | {name: report[name] for name in _ROLLOUT_METRICS if name in report}
+        metrics = (
+            step.metrics | step.seconds | {n: v for n, v in report.items() if n.startswith(("rollout_", "reward_"))}
+        )
         metrics |= {"step_s": step_s, "tokens_per_s": metrics["tokens"] / step_s, "policy_version": k + 1}
         metrics |= {f"{name}_per_s": metrics[name] / step_s for name in ("response_tokens", "samples")}
         self.metrics.write(k, metrics)
@@ -234,9 +243,6 @@ class Run:
         for writer in (self.metrics, self.fingerprints, self.evaluations):
             writer.close()
         self.tracer.flush()
-
-
-_ROLLOUT_METRICS = ("rollout_s", "rollout_waited_s", "rollout_load_s", "rollout_failed", "rollout_rss_mib")
 
 
 class _RolloutQueue:

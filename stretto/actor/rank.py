@@ -58,6 +58,8 @@ class _Sample:
     rollout: np.ndarray
     valid: bool
     reward: float
+    versions: tuple[int, int]
+    """Policy version at its first and at its last token."""
 
 
 class ActorRankCore:
@@ -218,6 +220,7 @@ class ActorRankCore:
                 rollout,
                 record.valid[i],
                 record.rewards[i],
+                (record.version_start[i], record.version_end[i]),
             )
 
     def _without_suppressed(self, ids: np.ndarray, valid: bool, where: str) -> np.ndarray:
@@ -265,8 +268,9 @@ class ActorRankCore:
     def raw(self) -> dict[str, np.ndarray]:
         """This rank's samples of the partition, sorted by ``global_index`` (int64 [B]), as flat arrays.
 
-        ``lengths`` int32 [B]; ``rewards`` float64, ``valid`` bool, ``advantages`` float32 [B]; ``response_ids`` int32
-        and ``rollout_logprobs``, ``old_logprobs``, ``train_logprobs`` float32 [sum of lengths], in row order.
+        ``lengths``, ``version_start``, ``version_end`` int32, ``rewards`` float64, ``valid`` bool, ``advantages``
+        float32 [B]; ``response_ids`` int32 and ``rollout_logprobs``, ``old_logprobs``, ``train_logprobs`` float32 [sum of
+        lengths], in row order.
         """
         order = sorted(self._indexes)
         kept = [self._samples[index] for index in order]
@@ -276,6 +280,8 @@ class ActorRankCore:
             "lengths": np.array([len(s.rollout) for s in kept], np.int32),
             "rewards": np.array([s.reward for s in kept], np.float64),
             "valid": np.array([s.valid for s in kept], np.bool_),
+            "version_start": np.array([s.versions[0] for s in kept], np.int32),
+            "version_end": np.array([s.versions[1] for s in kept], np.int32),
             "advantages": np.array([self._advantages[index] for index in order], np.float32),
             "response_ids": np.concatenate([s.input.response_ids for s in kept] or [np.zeros(0, np.int32)]),
             "rollout_logprobs": np.concatenate([s.rollout for s in kept] or empty),

@@ -34,7 +34,6 @@ PACKAGES = (
     "pydantic",
     "scikit-learn",
     "tensorboard",
-    "pebble",
     "psutil",
     "vllm",
     "TransferQueue",

@@ -36,8 +36,16 @@ METRICS: dict[str, tuple[str, str]] = {
     # samples
     "samples": ("samples", "samples of the partition, failed ones included"),
     "groups": ("groups", "prompt groups with at least one valid sample"),
-    "failed_samples": ("samples", "samples whose reward or generation failed"),
-    "rollout_failed": ("samples", "the same, as the rollout side counted them"),
+    "failed_samples": (
+        "samples",
+        "samples without loss weight: their generation or reward failed, or the reward abstained",
+    ),
+    "reward_abstained": ("samples", "the reward function returned None: no failure, but no reward either"),
+    "reward_raised": ("samples", "the reward function raised"),
+    "reward_timed_out": ("samples", "it took longer than reward.timeout_s"),
+    "reward_died": ("samples", "its process ended"),
+    "reward_nonfinite": ("samples", "it returned NaN or an infinity"),
+    "reward_unscored": ("samples", "the engine had failed or aborted them"),
     "truncated_fraction": ("share", "responses cut at rollout.max_response_tokens"),
     "zero_signal_groups": ("groups", "groups in which all rewards are equal, so that every advantage is 0"),
     "reward_mean": ("reward", "mean over valid samples"),

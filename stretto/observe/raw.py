@@ -9,6 +9,8 @@ lengths           int32    [B]  response tokens of each sample; their sum is T
 rewards           float64  [B]
 valid             bool     [B]  False: reward or engine failed
 advantages        float32  [B]
+version_start     int32    [B]  policy version at the first token
+version_end       int32    [B]  and at the last
 response_ids      int32    [T]
 rollout_logprobs  float32  [T]  as the rollout engine reported them
 old_logprobs      float32  [T]  under the weights before the update

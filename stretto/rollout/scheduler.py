@@ -27,6 +27,9 @@ from stretto.types import (
     StrettoError,
 )
 
+FAILURES = ("abstained", "raised", "timed_out", "died", "nonfinite", "unscored")
+"""Counts of the rewarder's statistics that become metrics, with ``reward_`` before their names."""
+
 Put = Callable[[GroupRecord, GroupFields], Awaitable[None]]
 
 
@@ -38,6 +41,8 @@ class Rewarder(Protocol):
     async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]: ...
 
     def check_partition(self, partition: int, scores: Sequence[Score]) -> None: ...
+
+    def take_stats(self) -> Any: ...
 
 
 class Scheduler:
@@ -130,9 +135,10 @@ class Scheduler:
 
     def _report(self, plan: PartitionPlan, records: Sequence[GroupRecord], scores: Sequence[Score]) -> dict[str, float]:
         self.rewarder.check_partition(plan.partition, scores)
+        stats = self.rewarder.take_stats()
         return {
             "samples": len(scores),
-            "rollout_failed": sum(not v for r in records for v in r.valid),
+            **{f"reward_{kind}": getattr(stats, kind) for kind in FAILURES},
             "response_tokens": sum(sum(r.response_tokens) for r in records),
         }
 
@@ -151,6 +157,7 @@ class Scheduler:
                 for prompt, group, (score,) in zip(batch, groups, scores, strict=True):
                     correct += score.valid and score.value == 1.0
                     examples.append((prompt.answer, group[0].text, score.value))
+        self.rewarder.take_stats()  # counts of an evaluation are no training metric
         return Evaluation(
             split=split, version=self.engine.version, correct=correct, total=len(prompts), examples=tuple(examples[:8])
         )

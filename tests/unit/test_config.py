@@ -311,11 +311,6 @@ def test_a_recipe_that_is_not_toml_says_where(tmp_path):
         (["model.path="], 'model.path = "" (--set), model.config = unset (default)', "[model.config]"),
         (["model.max_pixels=1000"], "model.min_pixels = 1024 (default), model.max_pixels = 1000 (--set)", "at least"),
         (
-            ["run.updates=6"],
-            "run.updates = 6 (--set), actor.warmup_updates = 5 (default), actor.decay_fraction = 0.3 (default)",
-            "set warmup_updates to at most 4",
-        ),
-        (
             ["cluster.actor_cores=[0, 1]", "cluster.rollout_cores=[1, 2]"],
             "cluster.actor_cores = [0, 1] (--set), cluster.rollout_cores = [1, 2] (--set)",
             "give [1] to one of them",
@@ -335,7 +330,7 @@ def test_evaluation_may_sample_as_it_likes():
 
 
 def test_what_fits_exactly_is_allowed():
-    load(None, [MODEL, "run.updates=10", "actor.warmup_updates=7"], {})
+    load(None, [MODEL, "run.updates=1", "actor.warmup_updates=7"], {})  # a smoke run of any length
     load(None, [MODEL, "staleness.max=0", "algorithm.importance_correction=none"], {})
     load(None, [MODEL, "cluster.actor_cores=[0]", "cluster.rollout_cores=[1]"], {})
     load(None, [MODEL, "rollout.n_samples_per_prompt=1"], {})

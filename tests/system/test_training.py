@@ -1,0 +1,273 @@
+"""The whole engine through its command: determinism, resuming, concurrency, failures, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3VLForConditionalGeneration
+
+import runs
+from stretto.observe.names import METRICS, SPANS
+from stretto.observe.raw import read_raw
+from stretto.observe.spans import overlap
+from stretto.observe.trace import read_events
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def straight_run(folder: Path, staleness: int) -> Path:
+    runs.train(runs.recipe(folder, staleness={"max": staleness}))
+    return folder / "run"
+
+
+def stopped_and_resumed_run(folder: Path, staleness: int, stop_after: int) -> Path:
+    """The same run, asked to end (SIGTERM) after ``stop_after`` updates or a little later, and resumed."""
+    recipe = runs.recipe(folder, staleness={"max": staleness})
+    process = runs.start(recipe)
+    runs.wait_for(process, f"update {stop_after}/5")
+    process.send_signal(signal.SIGTERM)
+    output = runs.finish(process)
+    assert process.returncode == 143 and "nothing is lost" in output, output
+    runs.train(recipe, "--resume")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """One run to its end for each staleness bound, made when first asked for."""
+    made: dict[int, Path] = {}
+
+    def get(staleness: int) -> Path:
+        if staleness not in made:
+            made[staleness] = straight_run(tmp_path_factory.mktemp(f"straight{staleness}"), staleness)
+        return made[staleness]
+
+    return get
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    prints = runs.jsonl(one, "fingerprints.jsonl")
+    assert len(prints) == 5 and len({p["parameters"] for p in prints}) == 5
+    assert prints == runs.jsonl(other, "fingerprints.jsonl")
+    assert runs.numbers(one) == runs.numbers(other)
+    assert runs.jsonl(one, "evaluations.jsonl") == runs.jsonl(other, "evaluations.jsonl")
+    masters = [load_file(r / "checkpoints/step_000005/masters.safetensors") for r in (one, other)]
+    assert masters[0].keys() == masters[1].keys()
+    assert all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0])
+    for update in range(5):
+        raw, again = read_raw(one, update), read_raw(other, update)
+        assert all(raw[name].tobytes() == again[name].tobytes() for name in raw)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_a_second_run_stopped_and_resumed_is_bit_identical_to_a_straight_one(straight, tmp_path, staleness):
+    assert_same_run(straight(staleness), stopped_and_resumed_run(tmp_path, staleness, stop_after=2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 4])
+def test_stopping_after_any_update_changes_no_bit(straight, tmp_path, staleness, stop_after):
+    assert_same_run(straight(staleness), stopped_and_resumed_run(tmp_path, staleness, stop_after))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_partition_k_is_generated_by_version_k_minus_s(straight, staleness):
+    events = read_events(straight(staleness) / "events.jsonl")
+    made = {(e["partition"], e["version"]) for e in events if e["name"] == "rollout.generate"}
+    assert made == {(k, max(0, k - staleness)) for k in range(5)}
+    # The stamps of the samples themselves, as the engine set them.
+    for k in range(5):
+        raw = read_raw(straight(staleness), k)
+        assert set(raw["version_start"]) == set(raw["version_end"]) == {max(0, k - staleness)}
+    assert [m["staleness_max"] for m in runs.jsonl(straight(staleness), "metrics.jsonl")] == [
+        min(k, staleness) for k in range(5)
+    ]
+
+
+def test_generation_of_the_next_partition_overlaps_training_at_s_1_and_never_at_s_0(straight):
+    assert overlap(read_events(straight(0) / "events.jsonl"), "rollout.generate", "actor.train") == 0
+    events = read_events(straight(1) / "events.jsonl")
+    trained = {e["partition"]: (e["start_ns"], e["end_ns"]) for e in events if e["name"] == "actor.train"}
+    generated = [e for e in events if e["name"] == "rollout.generate"]
+    ahead = [e for e in generated if e["partition"] - 1 in trained and e["start_ns"] < trained[e["partition"] - 1][1]]
+    assert ahead
+    assert overlap(events, "rollout.generate", "actor.train") > 0
+
+
+def test_the_ratio_is_one_and_every_sample_is_trained_once(straight):
+    for staleness in (0, 1, 2):
+        for k, row in enumerate(runs.jsonl(straight(staleness), "metrics.jsonl")):
+            assert row["ratio_deviation_max"] == 0 and row["update_skipped"] == 0
+            assert row["samples"] == 32 and row["failed_samples"] == 0
+            assert read_raw(straight(staleness), k)["global_index"].tolist() == list(range(32))
+
+
+def test_a_run_leaves_the_records_that_the_docs_name(straight):
+    run = straight(1)
+    events = read_events(run / "events.jsonl")
+    assert {e["name"] for e in events if e["type"] == "span"} <= set(SPANS)
+    assert {e["process"] for e in events} >= {"driver", "rollout", "actor0"}
+    for row in runs.jsonl(run, "metrics.jsonl"):
+        assert set(row) <= set(METRICS)
+    trace = json.loads((run / "trace.json").read_text())["traceEvents"]
+    assert {e["name"] for e in trace if e["ph"] == "X"} >= {"rollout.generate", "actor.train", "loop.step"}
+    (session,) = json.loads((run / "manifest.json").read_text())["sessions"]
+    assert session["status"] == "finished" and session["updates_done"] == 5
+    assert session["sources"]["actor.lr"].startswith("file ") and session["sources"]["actor.eps"] == "default"
+    assert session["determinism"]["mode"] == "exact"
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [f"step_{k:06d}" for k in (3, 4, 5)]
+
+
+def test_export_writes_a_directory_that_from_pretrained_loads(straight, tmp_path):
+    process = runs.start(straight(1), str(tmp_path / "model"), command="export")
+    assert "exported" in runs.finish(process) and process.returncode == 0
+    model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    masters = load_file(straight(1) / "checkpoints/step_000005/masters.safetensors")
+    assert all(torch.equal(p, masters[name]) for name, p in model.named_parameters())
+
+
+def processes_of(run: Path) -> list[psutil.Process]:
+    """Processes that still belong to a run: those that have its folder on their command line or in their environment,
+    or that Ray started for it.
+    """
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TEST_RUN") == str(run):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return [p for p in found if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until_gone(run: Path, limit_s: float = 10) -> None:
+    deadline = time.monotonic() + limit_s
+    while (left := processes_of(run)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, [p.cmdline() for p in left]
+
+
+@pytest.fixture
+def marked(tmp_path, monkeypatch):
+    """A run whose processes can be told by their environment; /dev/shm must be as before when it has ended."""
+    run = tmp_path / "run"
+    before = set(os.listdir("/dev/shm"))
+    monkeypatch.setenv("TEST_RUN", str(run))
+    yield run
+    monkeypatch.delenv("TEST_RUN")
+    wait_until_gone(run)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_ctrl_c_ends_within_ten_seconds_says_what_is_lost_and_can_be_resumed(marked, tmp_path):
+    recipe = runs.recipe(tmp_path, checkpoint={"every": 2}, run={"dir": str(marked), "updates": 40})
+    process = runs.start(recipe)
+    runs.wait_for(process, "update 3/40")
+    assert len(processes_of(marked)) > 4
+    pressed = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
+    output = runs.finish(process, 10)
+    assert time.monotonic() - pressed < 10
+    assert process.returncode == 130, output
+    assert "the newest checkpoint holds" in output and "--resume" in output and "Traceback" not in output
+    wait_until_gone(marked, 10 - (time.monotonic() - pressed))
+    rows = runs.jsonl(marked, "metrics.jsonl")
+    assert [row["update"] for row in rows] == list(range(len(rows)))
+    (session,) = json.loads((marked / "manifest.json").read_text())["sessions"]
+    assert session["status"] == "interrupted"
+    resumed = runs.start(recipe, "--resume")
+    runs.wait_for(resumed, f"update {len(rows) + 2}/40")
+    resumed.send_signal(signal.SIGTERM)
+    runs.finish(resumed)
+    assert [r["update"] for r in runs.jsonl(marked, "metrics.jsonl")][: len(rows)] == list(range(len(rows)))
+
+
+@pytest.mark.parametrize("side", ["RolloutProcess", "ActorProcess", "LedgerActor"])
+def test_a_killed_process_ends_the_run_within_seconds_with_its_first_cause(marked, tmp_path, side):
+    process = runs.start(runs.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
+    runs.wait_for(process, "update 2/400")
+    (victim,) = [p for p in processes_of(marked) if p.cmdline()[:1] and side in p.cmdline()[0]]
+    victim.kill()
+    killed = time.monotonic()
+    output = runs.finish(process, 30)
+    assert time.monotonic() - killed < 20
+    assert process.returncode == 1 and "died" in output and "Traceback" not in output, output
+
+
+def test_failed_rewards_are_rows_without_weight_and_are_counted(tmp_path):
+    runs.train(runs.recipe(tmp_path, reward={"function": "rewards:sometimes"}, run={"updates": 2}))
+    rows = runs.jsonl(tmp_path / "run", "metrics.jsonl")
+    assert [row["samples"] for row in rows] == [32, 32]
+    assert all(row["failed_samples"] == row["reward_raised"] for row in rows)
+    assert 0 < sum(row["failed_samples"] for row in rows) < 64
+    for k, row in enumerate(rows):
+        raw = read_raw(tmp_path / "run", k)
+        assert int((~raw["valid"]).sum()) == row["failed_samples"]
+        assert not raw["advantages"][~raw["valid"]].any()
+        assert row["loss_tokens"] == int(raw["lengths"][raw["valid"]].sum())
+
+
+def test_a_reward_that_always_fails_stops_the_run_with_its_cause(tmp_path):
+    output = runs.train(runs.recipe(tmp_path, reward={"function": "rewards:never"}), code=1)
+    assert "32 of 32 samples failed" in output and "the grader is down" in output
+    (session,) = json.loads((tmp_path / "run/manifest.json").read_text())["sessions"]
+    assert session["status"] == "failed" and "the grader is down" in session["cause"]
+
+
+def test_text_one_image_and_many_images_train_in_one_batch(tmp_path):
+    runs.train(
+        runs.recipe(
+            tmp_path,
+            data={"layout": "mixed", "digits": 3},
+            rollout={"max_response_tokens": 10},
+            run={"updates": 2},
+        )
+    )
+    events = read_events(tmp_path / "run/events.jsonl")
+    assert {e["images"] for e in events if e["name"] == "processor.process"} >= {0, 1, 3}
+    for row in runs.jsonl(tmp_path / "run", "metrics.jsonl"):
+        assert np.isfinite([row["loss"], row["grad_norm"]]).all() and row["grad_norm"] > 0
+
+
+def test_everything_wrong_with_a_recipe_is_said_at_once_before_anything_starts(tmp_path):
+    recipe = runs.recipe(
+        tmp_path,
+        actor={"lr": "fast", "chunks_per_mini": 3},
+        rollout={"n_sampels_per_prompt": 4},
+        reward={"function": "no_such_module:f"},
+    )
+    begun = time.monotonic()
+    output = runs.train(recipe, code=2)
+    assert time.monotonic() - begun < 20
+    for words in ("actor.lr", "n_samples_per_prompt"):
+        assert words in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_batch_options_that_no_prompt_fits_are_refused_before_anything_starts(tmp_path):
+    output = runs.train(
+        runs.recipe(
+            tmp_path,
+            actor={"max_tokens_per_microbatch": 12, "max_patches_per_microbatch": 4},
+            rollout={"max_response_tokens": 3},
+        ),
+        code=2,
+    )
+    for words in ("max_tokens_per_microbatch = 12", "max_patches_per_microbatch = 4", "max_response_tokens = 3"):
+        assert words in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_in_use_is_not_overwritten(straight):
+    recipe = straight(1).parent / "recipe.toml"
+    assert "--resume" in runs.train(recipe, code=1)
