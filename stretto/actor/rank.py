@@ -269,8 +269,8 @@ class ActorRankCore:
         """This rank's samples of the partition, sorted by ``global_index`` (int64 [B]), as flat arrays.
 
         ``lengths``, ``version_start``, ``version_end`` int32, ``rewards`` float64, ``valid`` bool, ``advantages``
-        float32 [B]; ``response_ids`` int32 and ``rollout_logprobs``, ``old_logprobs``, ``train_logprobs`` float32 [sum of
-        lengths], in row order.
+        float32 [B]; ``response_ids`` int32 and ``rollout_logprobs``, ``old_logprobs``, ``train_logprobs`` float32
+        [sum of lengths], in row order.
         """
         order = sorted(self._indexes)
         kept = [self._samples[index] for index in order]

@@ -38,7 +38,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "groups": ("groups", "prompt groups with at least one valid sample"),
     "failed_samples": (
         "samples",
-        "samples without loss weight: their generation or reward failed, or the reward abstained",
+        "samples without loss weight: generation or reward failed, or the reward abstained",
     ),
     "reward_abstained": ("samples", "the reward function returned None: no failure, but no reward either"),
     "reward_raised": ("samples", "the reward function raised"),
