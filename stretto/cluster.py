@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from stretto import build, machine
+from stretto import build, compat, machine
 from stretto.config import Config
 from stretto.plane.ray_plane import PayloadProducer, RayPlane, RayProducer, cause_of, unwrapped
 from stretto.types import (
@@ -39,13 +39,14 @@ def start_ray(config: Config, place: machine.Placement) -> None:
     if config.cluster.address:
         ray.init(address=config.cluster.address, **quiet)
         return
-    ray.init(
-        num_cpus=max(4, len(place.actor_cores) + len(place.rollout_cores)),
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=config.plane.capacity_mib * 2**20 + 512 * 2**20,
-        **quiet,
-    )
+    with compat.ray_on_loopback():
+        ray.init(
+            num_cpus=max(4, len(place.actor_cores) + len(place.rollout_cores)),
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            object_store_memory=config.plane.capacity_mib * 2**20 + 512 * 2**20,
+            **quiet,
+        )
 
 
 def memory_mib() -> float:

@@ -1,11 +1,13 @@
-"""What differs between the releases of transformers that are supported (5.17 to 5.3x), each with the condition under
-which it goes. Importing this module loads no torch and no transformers.
+"""What differs between the releases of transformers that are supported (5.17 to 5.3x), and what Ray does not offer;
+each with the condition under which it goes. Importing this module loads no torch, transformers or ray.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,3 +105,22 @@ def enable_gradient_checkpointing(model: Any) -> None:
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
+
+
+@contextmanager
+def ray_on_loopback() -> Iterator[None]:
+    """Inside, ``ray.init`` starts a Ray whose servers listen on 127.0.0.1 alone.
+
+    On Linux, Ray 2.60 replaces a loopback ``_node_ip_address`` by the machine's own address, and its servers then
+    listen on every interface. It keeps to loopback where the platform cannot form a cluster, so it is told so.
+
+    Remove once ``ray.init(_node_ip_address="127.0.0.1")`` is respected; ``tests/system`` looks at the ports.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before

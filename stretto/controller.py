@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import signal
 import time
@@ -162,6 +163,13 @@ class Run:
         with self.tracer.span("loop.step", update=k):
             yield step
 
+    def publish(self, version: int, step: Step) -> None:
+        """Phase 4: offer ``version``. A skipped update counts, but moves no bytes: its version is the one before."""
+        if step.metrics["update_skipped"]:
+            self.weights.keep(version, self.weights[version - 1])
+        else:
+            self.weights.keep(version, self.actor.publish(version))
+
     def after_step(self, k: int, step: Step) -> None:
         """Evidence, checkpoint, evaluation, metrics and progress of update k."""
         fingerprints, raw = self.actor.end_partition()
@@ -309,6 +317,7 @@ def open_run(
     first = int(found.state["cursor"]) if found.path is not None else 0
     source = open_source(config.data, "train")
     with ExitStack() as stack:
+        stack.enter_context(locked(Path(config.run.dir)))
         manifest = Manifest.start(
             config.run.dir,
             config=config.model_dump(mode="json"),
@@ -342,6 +351,25 @@ def open_run(
         finally:
             stack.close()  # processes end, and with them what they still had to write
             write_trace(Path(config.run.dir) / "events.jsonl", Path(config.run.dir) / "trace.json")
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run folder; the lock ends with this process, however it ends.
+
+    Raises:
+        StrettoError: another process is writing to it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StrettoError(
+                f"run.dir = {str(run_dir)!r} is in use by a run that is still going; wait for it, stop it, or choose "
+                "another run.dir"
+            ) from None
+        yield
 
 
 @contextmanager

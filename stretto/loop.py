@@ -48,6 +48,6 @@ def train(run: Run) -> None:
                 normaliser = loss_normaliser(batch.records, run.config.algorithm.aggregation)
                 step.merge(run.actor.train(batch.mini, normaliser))
             with step.timed("publish"):
-                run.weights.keep(k + 1, run.actor.publish(k + 1))
+                run.publish(k + 1, step)
             run.plane.close(k)
         run.after_step(k, step)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from stretto.compat import ray_on_loopback
+
 # Small cases (plane_case, tiny, …) serve the unit and the system tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
@@ -19,13 +21,14 @@ def ray_session() -> Iterator[None]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import ray
 
-    ray.init(
-        num_cpus=8,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=300 * 1024 * 1024,
-        log_to_driver=False,
-        configure_logging=False,
-    )
+    with ray_on_loopback():
+        ray.init(
+            num_cpus=8,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            object_store_memory=300 * 1024 * 1024,
+            log_to_driver=False,
+            configure_logging=False,
+        )
     yield
     ray.shutdown()

@@ -150,6 +150,14 @@ def processes_of(run: Path) -> list[psutil.Process]:
     return [p for p in found if p.status() != psutil.STATUS_ZOMBIE]
 
 
+def listening(processes: list[psutil.Process]) -> set[str]:
+    """Addresses that these processes accept connections on."""
+    pids = {p.pid for p in processes}
+    found = {c.laddr.ip for c in psutil.net_connections("inet") if c.status == "LISTEN" and c.pid in pids}
+    assert found
+    return found
+
+
 def wait_until_gone(run: Path, limit_s: float = 10) -> None:
     deadline = time.monotonic() + limit_s
     while (left := processes_of(run)) and time.monotonic() < deadline:
@@ -174,6 +182,7 @@ def test_ctrl_c_ends_within_ten_seconds_says_what_is_lost_and_can_be_resumed(mar
     process = runs.start(recipe)
     runs.wait_for(process, "update 3/40")
     assert len(processes_of(marked)) > 4
+    assert listening(processes_of(marked)) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     pressed = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
     output = runs.finish(process, 10)

@@ -1,0 +1,127 @@
+"""What only a CUDA device can show: the same bits twice, agreement with the CPU, and a run with a GPU for each side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(240),
+]
+
+import actor_case  # noqa: E402
+import runs  # noqa: E402
+import tiny  # noqa: E402
+
+from stretto import machine  # noqa: E402
+from stretto.actor.rank import ActorRankCore  # noqa: E402
+from stretto.models.batch import SampleInput  # noqa: E402
+from stretto.models.logprobs import token_logprobs  # noqa: E402
+from stretto.models.weights_io import load_buckets  # noqa: E402
+from stretto.observe.fingerprint import fingerprint  # noqa: E402
+from stretto.observe.trace import Tracer  # noqa: E402
+from stretto.rollout.engine import GroupRequest, Sampling  # noqa: E402
+from stretto.rollout.hf import HfEngine  # noqa: E402
+from stretto.rollout.noise import gumbel  # noqa: E402
+
+LAYOUTS = [((32, 64),), (), ((64, 32), (32, 32)), ((32, 64),)]
+SAMPLING = Sampling(n=4, temperature=1.0, max_tokens=10, seed=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact() -> Iterator[None]:
+    """The settings of ``run.determinism = "exact"``, made before this process first uses the device."""
+    machine.settle((), "exact")
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def actor(dtype: str, device: str, **options: object) -> ActorRankCore:
+    """A rank that has trained two partitions."""
+    cfg = actor_case.config(dtype=dtype, actor=dict(options))
+    payloads: dict = {}
+    rank = ActorRankCore(
+        cfg,
+        tiny.family(),
+        tiny.model(0, dtype).to(device),
+        lambda _refs, groups: {g: payloads[g] for g in groups},
+        Tracer(None, "actor0"),
+    )
+    for k in range(2):
+        records, fields = actor_case.partition(k)
+        payloads.update(fields)
+        rank.end_partition()
+        (metrics,) = actor_case.run_step(rank, records)
+        assert metrics["update_skipped"] == 0 and metrics["ratio_deviation_max"] == 0
+    return rank
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_updates_are_the_same_bits_twice_and_the_ratio_is_one(dtype, checkpointing):
+    first, second = (actor(dtype, "cpu", gradient_checkpointing=checkpointing) for _ in range(2))
+    assert first.fingerprints() == second.fingerprints()
+    actor_case.assert_equal_bits(actor_case.parameters(first), actor_case.parameters(second))
+
+
+def test_two_float32_updates_agree_with_the_cpu():
+    gpu, cpu = actor("float32", "cpu"), actor("float32", "cpu")
+    expected = actor_case.parameters(cpu)
+    for name, value in actor_case.parameters(gpu).items():
+        torch.testing.assert_close(value.cpu(), expected[name], atol=2e-5, rtol=1e-4)
+
+
+def test_decoding_is_the_same_bits_twice_and_reports_the_training_forwards_log_probs():
+    family, model = tiny.family(), tiny.model().to("cpu")
+    engine = HfEngine(family, lambda: model, "cpu")
+    requests = [
+        GroupRequest(partition=0, group=g, prompt=family.process(tiny.prompt(g, images)))
+        for g, images in enumerate(LAYOUTS)
+    ]
+    groups, again = (engine.decode(requests, SAMPLING) for _ in range(2))
+    got, repeated = (np.concatenate([r.logprobs for group in g for r in group]) for g in (groups, again))
+    assert got.tobytes() == repeated.tobytes()
+    samples = [SampleInput(q.prompt, r.token_ids) for q, group in zip(requests, groups, strict=True) for r in group]
+    batch = family.collate(samples, "cpu")
+    with torch.no_grad():
+        logits = family.response_logits(model, batch)
+    expected = token_logprobs(logits, batch.response_ids_T, engine.suppressed_V, 1.0)
+    np.testing.assert_allclose(got, expected.cpu().numpy(), atol=5e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_published_weights_arrive_bit_for_bit(dtype):
+    sender = actor(dtype, "cpu")
+    receiver = tiny.model(1, dtype).to("cpu")
+    assert load_buckets(receiver, sender.publish(3)) == 3
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(sender.model.state_dict().values(), receiver.state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+def test_fingerprints_do_not_depend_on_the_device(dtype):
+    values = (torch.randn(3, 70001, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
+    assert fingerprint({"t": values}) == fingerprint({"t": values})
+
+
+def test_sampling_noise_is_that_of_the_cpu_up_to_the_rounding_of_two_logarithms():
+    keys = [3, 2**63 + 5, 2**64 - 1]
+    torch.testing.assert_close(gumbel(keys, 7, 5000, "cpu").cpu(), gumbel(keys, 7, 5000), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.skipif(False, reason="actor and rollout need a GPU each")
+def test_a_run_with_a_gpu_for_each_side_is_bit_identical_to_a_second_one(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        runs.train(runs.recipe(tmp_path / name, run={"updates": 3}, cluster={"device": "cpu"}))
+    one, other = (tmp_path / name / "run" for name in ("one", "other"))
+    prints = runs.jsonl(one, "fingerprints.jsonl")
+    assert len(prints) == 3 and prints == runs.jsonl(other, "fingerprints.jsonl")
+    assert runs.numbers(one) == runs.numbers(other)
+    assert all(row["ratio_deviation_max"] == 0 for row in runs.numbers(one))
