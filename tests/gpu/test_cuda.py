@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import actor_case
 import numpy as np
 import pytest
+import tiny
 import torch
+
+import runs
+from stretto import machine
+from stretto.actor.rank import ActorRankCore
+from stretto.models.batch import SampleInput
+from stretto.models.logprobs import token_logprobs
+from stretto.models.weights_io import load_buckets
+from stretto.observe.fingerprint import fingerprint
+from stretto.observe.trace import Tracer
+from stretto.rollout.engine import GroupRequest, Sampling
+from stretto.rollout.hf import HfEngine
+from stretto.rollout.noise import gumbel
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device can be seen here"),
     pytest.mark.timeout(240),
 ]
-
-import actor_case  # noqa: E402
-import runs  # noqa: E402
-import tiny  # noqa: E402
-
-from stretto import machine  # noqa: E402
-from stretto.actor.rank import ActorRankCore  # noqa: E402
-from stretto.models.batch import SampleInput  # noqa: E402
-from stretto.models.logprobs import token_logprobs  # noqa: E402
-from stretto.models.weights_io import load_buckets  # noqa: E402
-from stretto.observe.fingerprint import fingerprint  # noqa: E402
-from stretto.observe.trace import Tracer  # noqa: E402
-from stretto.rollout.engine import GroupRequest, Sampling  # noqa: E402
-from stretto.rollout.hf import HfEngine  # noqa: E402
-from stretto.rollout.noise import gumbel  # noqa: E402
 
 LAYOUTS = [((32, 64),), (), ((64, 32), (32, 32)), ((32, 64),)]
 SAMPLING = Sampling(n=4, temperature=1.0, max_tokens=10, seed=3)
@@ -99,10 +98,7 @@ def test_published_weights_arrive_bit_for_bit(dtype):
     sender = actor(dtype, "cuda")
     receiver = tiny.model(1, dtype).to("cuda")
     assert load_buckets(receiver, sender.publish(3)) == 3
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(sender.model.state_dict().values(), receiver.state_dict().values(), strict=True)
-    )
+    actor_case.assert_equal_bits(sender.model.state_dict(), receiver.state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
