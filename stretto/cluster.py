@@ -44,9 +44,19 @@ def start_ray(config: Config, place: machine.Placement) -> None:
             num_cpus=max(4, len(place.actor_cores) + len(place.rollout_cores)),
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
-            object_store_memory=config.plane.capacity_mib * 2**20 + 512 * 2**20,
+            object_store_memory=object_store_bytes(config),
             **quiet,
         )
+
+
+def object_store_bytes(config: Config) -> int:
+    """What Ray must hold in shared memory at once: the plane's payloads, the s + 1 published versions and the next one,
+    which is made before the oldest is let go, and some room. With less, Ray would spill weights to disk.
+    """
+    from stretto.models.loading import weight_bytes
+
+    versions = config.staleness.max + 2
+    return config.plane.capacity_mib * 2**20 + versions * weight_bytes(config.model) + 512 * 2**20
 
 
 def memory_mib() -> float:

@@ -70,9 +70,13 @@ class RolloutConfig(Block):
     n_samples_per_prompt: PositiveInt = Field(8, description="responses sampled for each prompt (a prompt group)")
     groups_per_decode_batch: PositiveInt = Field(32, description="prompt groups decoded together")
     max_response_tokens: PositiveInt = Field(16, description="length at which a response is cut")
-    temperature: NonNegativeFloat = Field(1.0, description="sampling temperature; 0 only in evaluation")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; below 1 only in evaluation")
-    top_k: NonNegativeInt = Field(0, description="top-k sampling, 0 is off; above 0 only in evaluation")
+    temperature: NonNegativeFloat = Field(1.0, description="sampling temperature; evaluation is always greedy")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="nucleus sampling; training refuses anything below 1, see docs/training.md"
+    )
+    top_k: NonNegativeInt = Field(
+        0, description="top-k sampling; training refuses anything but 0 (off), see docs/training.md"
+    )
     stop: tuple[str, ...] = Field((), description="strings that end a response")
 
 

@@ -170,6 +170,14 @@ def load_model(cfg: ModelConfig, seed: int, device: torch.device | str = "cpu") 
     return model.eval().to(device)
 
 
+def weight_bytes(cfg: ModelConfig) -> int:
+    """Bytes of one published version of the model: every parameter once, in ``cfg.dtype``. Allocates none of them."""
+    config = AutoConfig.from_pretrained(cfg.path) if cfg.path else _config_from_block(cfg.config, build_tokenizer())
+    with torch.device("meta"):
+        model = Qwen3VLForConditionalGeneration(config)
+    return sum(p.numel() for p in model.parameters()) * DTYPES[cfg.dtype].itemsize
+
+
 def save_model(family: Qwen3VL, model: nn.Module, directory: Path) -> None:
     """A directory that ``from_pretrained`` loads: weights (safetensors), config, tokenizer, template, processor."""
     assert isinstance(model, PreTrainedModel)
