@@ -12,7 +12,7 @@ from transformers import Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 
 from stretto.config import ModelConfig
 from stretto.models.batch import SampleInput
-from stretto.models.loading import load_family, load_model, save_model
+from stretto.models.loading import load_family, load_model, save_model, weight_bytes
 from stretto.models.logprobs import logprobs_and_entropy, scaled_logits, token_logprobs
 from stretto.models.positions import mrope_positions
 from stretto.types import ConfigError, Prompt, StrettoError
@@ -165,6 +165,15 @@ def test_random_initialisation_is_a_function_of_the_seed_and_leaves_the_global_g
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_size_of_a_published_version_counts_tied_weights_once(dtype, tmp_path):
+    model, config = tiny.model(dtype=dtype), tiny.model_config(dtype)
+    expected = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert weight_bytes(config) == expected
+    save_model(tiny.family(), model, tmp_path)
+    assert weight_bytes(ModelConfig(path=str(tmp_path), dtype=dtype)) == expected
 
 
 def test_a_model_that_cannot_be_loaded_names_key_value_and_remedy(tmp_path):
