@@ -51,10 +51,11 @@ def train(
     from stretto import controller, loop, machine
     from stretto.observe.progress import make_progress, summary
     from stretto.preflight import preflight
+    from stretto.resume import find_checkpoint, what_is_left
 
     config, sources = load(recipe, set_ or ())
     _refuse(check_machine(config, sources))
-    found = controller.find_checkpoint(config, resume=resume)
+    found = find_checkpoint(config, resume=resume)
     place = machine.placement(config)
     for path, why in found.passed_over:
         print(f"passed over {path.name}: {why}")
@@ -69,15 +70,17 @@ def train(
         ):
             loop.train(run)
     except (KeyboardInterrupt, controller.Stopped) as stop:
-        print(controller.what_is_left(config, run, str(recipe)), file=sys.stderr)
+        done, saved = (run.done, run.saved) if run else (first, first)
+        print(what_is_left(done, saved, config.run.updates, str(recipe)), file=sys.stderr)
         raise typer.Exit(INTERRUPTED if isinstance(stop, KeyboardInterrupt) else TERMINATED) from None
-    evaluated = run.evaluated
+    records = run.records
+    evaluated = records.evaluated
     print(
         summary(
             updates=config.run.updates - first,
             wall_s=time.monotonic() - begun,
-            rewards=run.rewards,
-            tokens=run.tokens,
+            rewards=records.rewards,
+            tokens=records.tokens,
             run_dir=config.run.dir,
             before=evaluated[0] if evaluated else None,
             after=evaluated[-1] if len(evaluated) > 1 else None,

@@ -193,27 +193,66 @@ class Rollout:
         remote = ray.remote(num_cpus=1, num_gpus=int(place.device == "cuda"), max_restarts=0)(RolloutProcess)
         self.process = remote.options(max_concurrency=1000).remote(config, place, plane)
         plane.attach(self.process, "rollout")
-        self._pending: list[Any] = []
+        self._runs: dict[int, Any] = {}
+        self._evaluations: list[Any] = []
 
     def run(self, plan: PartitionPlan, refs: list[Any]) -> None:
-        self._pending.append(self.process.run.remote(plan, refs))
+        """Queue a partition. Its errors reach whoever claims from it, and ``report``."""
+        self._runs[plan.partition] = self.process.run.remote(plan, refs)
+
+    def report(self, partition: int) -> dict[str, Any]:
+        """Counts and times of a partition, once it is generated."""
+        return answers([self._runs.pop(partition)], "rollout")[0]
 
     def evaluate(self, split: Split, prompts: int, version: int, refs: list[Any]) -> None:
-        self._pending.append(self.process.evaluate.remote(split, prompts, version, refs))
+        """Queue an evaluation."""
+        self._evaluations.append(self.process.evaluate.remote(split, prompts, version, refs))
 
-    def finished(self, *, wait: bool = False) -> list[Any]:
-        """Reports (dict) and evaluations that have come in since the last call; with ``wait``, all that are queued."""
-        if not self._pending:
-            return []
-        timeout = None if wait else 0
-        done, self._pending = ray.wait(self._pending, num_returns=len(self._pending), timeout=timeout)
+    def evaluations(self, *, wait: bool = False) -> list[Evaluation]:
+        """Those that have come in since the last call, in the order they were queued; with ``wait``, all."""
+        done = self._evaluations
+        if not wait and done:
+            ready, _ = ray.wait(done, num_returns=len(done), timeout=0)
+            done = done[: len(ready)]  # they end in the order in which they were queued
+        self._evaluations = self._evaluations[len(done) :]
         return answers(done, "rollout")
+
+    def drain(self) -> None:
+        """Wait until everything that is queued has ended."""
+        queued = [*self._runs.values(), *self._evaluations]
+        if queued:
+            ray.wait(queued, num_returns=len(queued), fetch_local=False)
 
     def close(self) -> None:
         ray.wait([self.process.close.remote()], timeout=CLOSE_S)
 
     def kill(self) -> None:
         ray.kill(self.process)
+
+
+class WeightStore:
+    """References to the buckets of the newest s + 1 policy versions."""
+
+    def __init__(self, bound: int):
+        self.bound = bound
+        self._versions: dict[int, list[Any]] = {}
+
+    def keep(self, version: int, buckets: list[Any]) -> None:
+        """Offer ``version``; older ones than version - s are let go."""
+        self._versions[version] = buckets
+        for old in [v for v in self._versions if v < version - self.bound]:
+            del self._versions[old]
+
+    def __getitem__(self, version: int) -> list[Any]:
+        return self._versions[version]
+
+    def __iter__(self) -> Iterator[int]:
+        """The kept versions, oldest first."""
+        return iter(sorted(self._versions))
+
+    def before(self, version: int) -> dict[int, list[Any]]:
+        """The kept versions below ``version``: what a checkpoint at ``version`` must hold beside its parameters."""
+        return {v: refs for v, refs in sorted(self._versions.items()) if v < version}
 
 
 def answers(refs: Iterable[Any], side: str) -> list[Any]:

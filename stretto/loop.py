@@ -35,7 +35,7 @@ def train(run: Run) -> None:
     for k in range(run.first, run.last):
         with run.step(k) as step:
             while started <= min(k + bound, run.last - 1):
-                run.rollout.start(run.plan(started), run.weights)
+                run.start_rollout(started)
                 started += 1
 
             with step.timed("phase1"):
@@ -50,4 +50,4 @@ def train(run: Run) -> None:
             with step.timed("publish"):
                 run.publish(k + 1, step)
             run.plane.close(k)
-        run.after_step(k, step)
+        run.after_step(step)

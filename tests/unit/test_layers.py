@@ -18,7 +18,20 @@ SHARED = {"models", "schedule", "observe"}
 STAGES = {"data", "rollout", "plane", "actor"}
 SWITCHES = {"switches"}
 PROOFS = {"parity", "bench"}  # read run folders, start runs through the CLI or build
-TOP = {"build", "cluster", "controller", "evaluate", "export", "loop", "machine", "phase1", "preflight", "sft"}
+TOP = {
+    "build",
+    "cluster",
+    "controller",
+    "records",
+    "resume",
+    "evaluate",
+    "export",
+    "loop",
+    "machine",
+    "phase1",
+    "preflight",
+    "sft",
+}
 LEVEL = {unit: level for level, units in enumerate((BASE, SHARED, STAGES, SWITCHES, TOP)) for unit in units}
 
 # What these modules may import of the package, where the level alone allows more.

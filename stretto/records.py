@@ -1,0 +1,123 @@
+"""What a run writes down and shows, update by update."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from stretto.observe.lineage import UpdateLines, read_lines
+from stretto.observe.metrics import FingerprintWriter, MetricsWriter
+from stretto.observe.progress import Progress, StepReport
+from stretto.observe.raw import RawLog
+from stretto.phase1 import Phase1Batch
+from stretto.types import Evaluation
+
+
+class Step:
+    """What is known of one update, gathered while it runs."""
+
+    def __init__(self, k: int):
+        self.k = k
+        self.metrics: dict[str, float] = {}
+
+    def merge(self, metrics: Mapping[str, float]) -> None:
+        self.metrics |= metrics
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the seconds of its body to ``{name}_s``."""
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            key = f"{name}_s"
+            self.metrics[key] = self.metrics.get(key, 0.0) + time.monotonic() - begun
+
+    def add(self, batch: Phase1Batch) -> None:
+        """Counts of the partition and of its schedule."""
+        records, mini = batch.records, batch.mini
+        lags = [r.partition - v for r in records for v in r.version_start]
+        lengths = [n for r in records for n in r.response_tokens]
+        truncated = [t for r in records for t in r.truncated]
+        self.metrics |= {
+            "exposed_wait_s": batch.exposed_wait_s,
+            "tokens": sum(r.tokens for r in records),
+            "response_tokens": sum(lengths),
+            "images": sum(r.images for r in records),
+            "patches": sum(r.patches for r in records),
+            "response_length_mean": sum(lengths) / len(lengths),
+            "response_length_max": max(lengths),
+            "truncated_fraction": sum(truncated) / len(truncated),
+            "staleness_mean": sum(lags) / len(lags),
+            "staleness_max": max(lags),
+            "microbatches": sum(len(chunk.ranks[0]) for chunk in mini.chunks),
+            "fill": sum(chunk.fill for chunk in mini.chunks) / len(mini.chunks),
+        }
+
+
+class Records:
+    """Writers of a run folder, opened at update ``first``: what an earlier session wrote of it and later ones is undone
+    work and moves aside. ``evaluated``, ``rewards`` and ``tokens`` are those of this session.
+    """
+
+    def __init__(self, run_dir: Path, first: int, progress: Progress):
+        self._progress = progress
+        self._metrics = MetricsWriter(run_dir, first)
+        self._fingerprints = FingerprintWriter(run_dir, first)
+        self._evaluations = UpdateLines(run_dir / "evaluations.jsonl", first + 1)
+        self._raw = RawLog(run_dir, first)
+        self._step_ended = math.nan
+        self.evaluated: list[Evaluation] = []
+        self.rewards: list[float] = []
+        self.tokens = 0.0
+
+    def begin(self) -> None:
+        """Start the clock of the first step."""
+        self._step_ended = time.monotonic()
+
+    def evidence(self, k: int, fingerprints: Mapping[str, str], raw: Mapping[str, Any]) -> None:
+        self._fingerprints.write(k, fingerprints)
+        self._raw.write(k, raw)
+
+    def evaluation(self, result: Evaluation) -> None:
+        self.evaluated.append(result)
+        self._progress.evaluation(result)
+        self._evaluations.append(asdict(result) | {"exact_match": result.exact_match, "update": result.version})
+
+    def evaluated_versions(self) -> set[int]:
+        """Versions whose evaluation is on record, from earlier sessions too."""
+        return {row["version"] for row in read_lines(self._evaluations.path)}
+
+    def step(self, step: Step, rollout: Mapping[str, Any]) -> None:
+        """Close update ``step.k``; ``rollout`` is the rollout side's report of the partition.
+
+        ``step_s`` is measured from the end of the update before: nothing is left out.
+        """
+        now = time.monotonic()
+        step_s, self._step_ended = now - self._step_ended, now
+        metrics: dict[str, Any] = step.metrics | {"step_s": step_s, "policy_version": step.k + 1}
+        metrics |= {name: v for name, v in rollout.items() if name.startswith(("rollout_", "reward_"))}
+        metrics |= {f"{name}_per_s": metrics[name] / step_s for name in ("tokens", "response_tokens", "samples")}
+        self._metrics.write(step.k, metrics)
+        self.rewards.append(metrics.get("reward_mean", math.nan))
+        self.tokens += metrics["tokens"]
+        self._progress.step(
+            StepReport(
+                update=step.k,
+                reward=self.rewards[-1],
+                tokens_per_s=metrics["tokens_per_s"],
+                staleness=metrics["staleness_mean"],
+                step_s=step_s,
+                actor_waited_s=metrics["exposed_wait_s"],
+                rollout_waited_s=metrics["rollout_waited_s"],
+            )
+        )
+
+    def close(self) -> None:
+        for writer in (self._metrics, self._fingerprints, self._evaluations):
+            writer.close()
