@@ -217,12 +217,6 @@ class Rollout:
         self._evaluations = self._evaluations[len(done) :]
         return answers(done, "rollout")
 
-    def drain(self) -> None:
-        """Wait until everything that is queued has ended."""
-        queued = [*self._runs.values(), *self._evaluations]
-        if queued:
-            ray.wait(queued, num_returns=len(queued), fetch_local=False)
-
     def close(self) -> None:
         ray.wait([self.process.close.remote()], timeout=CLOSE_S)
 
