@@ -98,7 +98,7 @@ class Trainer:
         else:
             self.master.flat_grad.div_(normaliser)
             loss = totals["loss_sum"] / normaliser
-            norm = float(torch.linalg.vector_norm(self.master.flat_grad, dtype=torch.float64))
+            norm = l2_norm(self.master.flat_grad)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 reason = f"loss {loss} or gradient norm {norm} is not finite"
         if reason:
@@ -137,3 +137,12 @@ class Trainer:
             if keys:
                 self.optimizer.state[master] = {key: optimizer[f"{name}.{key}"].to(master.device) for key in keys}
         self.optimizer_step, self.skipped = optimizer_step, skipped
+
+
+def l2_norm(flat: Tensor, piece: int = 2**26) -> float:
+    """The norm of a flat float32 tensor, summed in float64.
+
+    ``piece`` elements at a time, because torch's norm first makes a float64 copy of all it is given.
+    """
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in flat.split(piece)]
+    return math.hypot(*torch.stack(norms).tolist())

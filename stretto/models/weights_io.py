@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import numpy as np
@@ -25,8 +26,13 @@ def to_host(tensor: Tensor, dtype: torch.dtype) -> np.ndarray:
 
 
 def from_host(array: np.ndarray, dtype: str) -> Tensor:
-    """The tensor of an array made by ``to_host``. Shares its memory, unless that is read-only (shared memory)."""
-    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    """The tensor of an array made by ``to_host``. It shares the array's memory, which other processes may read too: never
+    write to it.
+    """
+    with warnings.catch_warnings():
+        # Weights come as read-only views of shared memory. A copy of gigabytes would only serve to be read once.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensor = torch.from_numpy(array)
     return tensor.view(next(kind for kind, (name, _) in _HOST.items() if name == dtype))
 
 

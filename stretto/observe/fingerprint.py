@@ -60,9 +60,25 @@ def _u_torch(device: str) -> torch.Tensor:
     return torch.from_numpy(_u()).to(device)
 
 
+def _v_torch(device: str, block: int, count: int) -> torch.Tensor:
+    table = _v_table_torch(device)
+    if block + count <= len(table):
+        return table[block : block + count]  # a copy from the host would wait for the device, once a piece
+    import torch
+
+    return torch.from_numpy(_v(block, count)).to(device)
+
+
+@cache
+def _v_table_torch(device: str) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(_v_table()).to(device)
+
+
 @cache
 def _v_table() -> np.ndarray:
-    return _multipliers(_V_COUNTER, 0, 4096)
+    return _multipliers(_V_COUNTER, 0, 1 << 14)
 
 
 def _v(block: int, count: int = 1) -> np.ndarray:
@@ -123,7 +139,7 @@ def _sum_torch(words: torch.Tensor, start: int) -> torch.Tensor:
             total += (part * u[at : at + b - a]).sum() * int(_v(a // BLOCK)[0])
             continue
         for i, blocks in enumerate(part.view(-1, BLOCK).split(_TORCH_CHUNK_BLOCKS)):
-            v = torch.from_numpy(_v(a // BLOCK + i * _TORCH_CHUNK_BLOCKS, len(blocks))).to(words.device)
+            v = _v_torch(str(words.device), a // BLOCK + i * _TORCH_CHUNK_BLOCKS, len(blocks))
             total += ((blocks * u).sum(1) * v).sum()
     return total
 

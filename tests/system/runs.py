@@ -52,12 +52,13 @@ def _toml(value: Any) -> str:
 
 
 def start(recipe: Path, *arguments: str, command: str = "train") -> subprocess.Popen[str]:
+    path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
         [sys.executable, "-m", "stretto.cli", command, str(recipe), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(HERE), "PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,
     )
 
