@@ -26,8 +26,8 @@ def to_host(tensor: Tensor, dtype: torch.dtype) -> np.ndarray:
 
 
 def from_host(array: np.ndarray, dtype: str) -> Tensor:
-    """The tensor of an array made by ``to_host``. It shares the array's memory, which other processes may read too: never
-    write to it.
+    """The tensor of an array made by ``to_host``. It shares the array's memory, which other processes may read too:
+    never write to it.
     """
     with warnings.catch_warnings():
         # Weights come as read-only views of shared memory. A copy of gigabytes would only serve to be read once.
