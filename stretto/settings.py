@@ -256,7 +256,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         where = f"in {folder}: {_recipes_in(folder)}" if folder.is_dir() else f"there is no folder {folder} either"
         raise ConfigError([f"recipe {path} does not exist; {where}"])
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a byte order mark first
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([f"recipe {path} is not valid TOML: {error}"]) from error
     except (OSError, UnicodeDecodeError) as error:

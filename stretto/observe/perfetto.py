@@ -30,8 +30,11 @@ _ROW_ORDER = {"loop": 0, "processor": 1, "engine": 2, "reward": 3}
 
 
 def write_trace(events_path: Path | str, trace_path: Path | str) -> Path:
-    """Converts ``events.jsonl`` (whole, or of a run that still goes on) to ``trace.json``."""
-    trace = to_trace(read_events(events_path))
+    """Converts ``events.jsonl`` (whole, of a run that still goes on, or not there: it ended before its first event) to
+    ``trace.json``.
+    """
+    events = read_events(events_path) if Path(events_path).exists() else []
+    trace = to_trace(events)
     write_atomically(Path(trace_path), json.dumps(trace, separators=(",", ":")).encode())
     return Path(trace_path)
 

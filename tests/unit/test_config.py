@@ -280,6 +280,12 @@ def test_a_missing_recipe_lists_what_is_there(tmp_path):
     assert "is a folder: name one of its files (recipe.toml)" in problem
 
 
+def test_a_byte_order_mark_before_a_recipe_is_no_part_of_it(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_bytes(b"\xef\xbb\xbf[run]\nseed = 3\n[model]\npath = 'm'\n")
+    assert load(recipe, environ={})[0].run.seed == 3
+
+
 def test_a_recipe_that_is_not_toml_says_where(tmp_path):
     recipe = recipe_of(tmp_path, "[run]\nseed 3\n")
     (problem,) = problems(recipe)

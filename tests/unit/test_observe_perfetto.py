@@ -199,3 +199,8 @@ def test_a_file_of_20_000_events_with_40_coroutines_at_once_is_converted_fast(tm
     write_trace(tmp_path / "events.jsonl", tmp_path / "trace.json")
     assert time.process_time() - began < 5  # 0.5 s where measured, 2.5 s for 100,000
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 20_000
+
+
+def test_a_run_that_ended_before_its_first_event_has_an_empty_trace_and_no_error_of_its_own(tmp_path):
+    write_trace(tmp_path / "events.jsonl", tmp_path / "trace.json")
+    assert not [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
