@@ -119,10 +119,11 @@ class ActorRankCore:
         for group in wanted:
             self._take(by_group[group], payloads[group])
         self._groups.update((group, by_group[group]) for group in owned)
-        for microbatch in mine:
-            self.old_policy.prepare(
-                microbatch.samples, partial(self._collate, microbatch.samples), inert=microbatch.inert
-            )
+        with self.tags.active("actor"):  # old-policy means the actor's own weights, whatever else was swapped in
+            for microbatch in mine:
+                self.old_policy.prepare(
+                    microbatch.samples, partial(self._collate, microbatch.samples), inert=microbatch.inert
+                )
         real = [index for microbatch in mine if not microbatch.inert for index in microbatch.samples]
         self._indexes.extend(real)
         return {"samples": len(real), "groups": len(owned), "microbatches": len(mine), "fill": chunk.fill}
