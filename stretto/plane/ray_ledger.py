@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from stretto.plane.ledger import Ledger, PutTicket
@@ -16,6 +17,8 @@ from stretto.plane.protocol import Lease, PlaneStats, ProducerDied
 from stretto.types import GroupRecord
 
 POLL_S = 0.2
+INLINED_BYTES = 100 * 1024
+"""Results up to this size travel within Ray's replies, not through shared memory (its max_direct_call_object_size)."""
 
 
 def cause_of(error: BaseException | str) -> str:
@@ -136,6 +139,9 @@ class LedgerActor:
         payload, done = producer.take_payload.options(num_returns=2).remote(key)
         try:
             await done
+            if ticket.nbytes <= INLINED_BYTES:
+                # Ray 2.60 never frees the value of an inlined result whose reference was passed on (3 MiB per partition).
+                payload = ray.put(await payload)
         except RayActorError as error:
             # The watch fails the partition; this put may be the first to notice.
             raise ProducerDied(
