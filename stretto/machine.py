@@ -14,6 +14,8 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray keeps a record of the last 100,000 calls for a dashboard that is off here: 40 MiB per 100 updates.
+    "RAY_task_events_report_interval_ms": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 

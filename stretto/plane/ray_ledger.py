@@ -140,7 +140,7 @@ class LedgerActor:
         try:
             await done
             if ticket.nbytes <= INLINED_BYTES:
-                # Ray 2.60 never frees the value of an inlined result whose reference was passed on (3 MiB per partition).
+                # Ray 2.60 never frees an inlined value whose reference was passed on: 3 MiB per partition of the demo.
                 payload = ray.put(await payload)
         except RayActorError as error:
             # The watch fails the partition; this put may be the first to notice.
