@@ -6,45 +6,23 @@ Every check names the options it reads with their values and where those came fr
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
-import json
 import os
 import sys
+import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stretto import model_table
 from stretto.config import Config
 from stretto.types import ConfigError
+from stretto.wording import Given, shown
 
-LONGEST_SHOWN = 120
-
-
-def shown(value: Any) -> str:
-    """A value as a recipe would hold it, cut where it is long."""
-    if value is None:
-        text = "unset"
-    elif isinstance(value, str | bool):
-        text = json.dumps(value, ensure_ascii=False)
-    elif isinstance(value, list | tuple):
-        text = "[" + ", ".join(shown(item) for item in value) + "]"
-    elif isinstance(value, dict):
-        text = "{" + ", ".join(f"{key} = {shown(item)}" for key, item in value.items()) + "}"
-    else:
-        text = str(value)
-    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 1] + "…"
-
-
-@dataclass(frozen=True)
-class Given:
-    """A value and the source that it came from."""
-
-    value: Any
-    origin: str
-
-    def __str__(self) -> str:
-        return f"{shown(self.value)} ({self.origin})"
+LOWEST_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True)
@@ -55,7 +33,7 @@ class Problem:
     text: str
 
 
-class _Reader:
+class Reader:
     """Words a problem: ``actor.lr = 0.1 (--set), ...: why; remedy``."""
 
     def __init__(self, config: Config, origins: Mapping[str, str]):
@@ -77,8 +55,8 @@ def cross_field_problems(config: Config, origins: Mapping[str, str], *, training
     ``origins`` says where each given value came from, by dotted name; a missing one is a default. ``training = False``
     leaves out what only matters where responses are sampled to train on them.
     """
-    reader = _Reader(config, origins)
-    found = [*_model(config, reader), *_cores(config, reader)]
+    reader = Reader(config, origins)
+    found = [*_paths(config, reader), *_model(config, reader), *_cores(config, reader), *_stop(config, reader)]
     if training:
         found += [*_sampling(config, reader), *_batches(config, reader)]
     return found
@@ -91,7 +69,7 @@ def check(config: Config, *, training: bool = True) -> None:
         raise ConfigError([p.text for p in problems])
 
 
-def _model(config: Config, reader: _Reader) -> Iterator[Problem]:
+def _model(config: Config, reader: Reader) -> Iterator[Problem]:
     model = config.model
     if model.path and model.config is not None:
         yield reader.problem("model.path", "model.config", why="they exclude one another; keep one of the two")
@@ -102,11 +80,28 @@ def _model(config: Config, reader: _Reader) -> Iterator[Problem]:
             why="there is no model; set model.path to a local folder or a hub id, "
             "or write a [model.config] table for random weights",
         )
+    # Any key of the table in doubt makes the whole table so.
+    table = None if model.path else model.config
+    for name, text in model_table.problems(table, reader.origins):
+        yield Problem(("model.config", name), text)
     if model.max_pixels < model.min_pixels:
         yield reader.problem("model.min_pixels", "model.max_pixels", why="set max_pixels to at least min_pixels")
 
 
-def _cores(config: Config, reader: _Reader) -> Iterator[Problem]:
+def _paths(config: Config, reader: Reader) -> Iterator[Problem]:
+    if not config.run.dir.strip():
+        yield reader.problem("run.dir", why="a run needs a folder; name one, such as runs/first")
+    for name, path in (("run.dir", config.run.dir), ("model.path", config.model.path)):
+        if path.startswith("~"):  # what is left once home folders are filled in
+            yield reader.problem(name, why=f"there is no home folder {Path(path).parts[0]}; write the path out")
+
+
+def _stop(config: Config, reader: Reader) -> Iterator[Problem]:
+    if "" in config.rollout.stop:
+        yield reader.problem("rollout.stop", why='every response holds "", so that none would begin; leave it out')
+
+
+def _cores(config: Config, reader: Reader) -> Iterator[Problem]:
     cluster = config.cluster
     for name, cores in (("actor_cores", cluster.actor_cores), ("rollout_cores", cluster.rollout_cores)):
         if len(set(cores)) < len(cores) or any(core < 0 for core in cores):
@@ -120,11 +115,24 @@ def _cores(config: Config, reader: _Reader) -> Iterator[Problem]:
         )
 
 
-def _sampling(config: Config, reader: _Reader) -> Iterator[Problem]:
+def _sampling(config: Config, reader: Reader) -> Iterator[Problem]:
     rollout, staleness = config.rollout, config.staleness
     measure = "training samples from the very distribution whose log-probs it compares"
     if rollout.temperature == 0:
         yield reader.problem("rollout.temperature", why=f"{measure}; set a temperature above 0, such as 1.0")
+    elif rollout.temperature < LOWEST_TEMPERATURE:
+        yield reader.problem(
+            "rollout.temperature",
+            why=f"below {LOWEST_TEMPERATURE} all samples of a group come out the same, so that nothing is learned, and "
+            "log-probs magnify rounding by 1 / temperature; set one well above it, such as 1.0",
+        )
+    if config.algorithm.advantage == "grpo" and rollout.n_samples_per_prompt == 1:
+        yield reader.problem(
+            "rollout.n_samples_per_prompt",
+            "algorithm.advantage",
+            why="an advantage is the difference to the other samples of the group, and there are none: every one would "
+            "be 0; set n_samples_per_prompt to at least 2",
+        )
     if rollout.top_p < 1:
         yield reader.problem("rollout.top_p", why=f"{measure}; set top_p to 1.0")
     if rollout.top_k > 0:
@@ -138,7 +146,7 @@ def _sampling(config: Config, reader: _Reader) -> Iterator[Problem]:
         )
 
 
-def _batches(config: Config, reader: _Reader) -> Iterator[Problem]:
+def _batches(config: Config, reader: Reader) -> Iterator[Problem]:
     groups, chunks = config.rollout.prompts_per_partition, config.actor.chunks_per_mini
     if groups % chunks:
         fitting = ", ".join(str(d) for d in range(1, groups + 1) if groups % d == 0)
@@ -155,19 +163,23 @@ def _batches(config: Config, reader: _Reader) -> Iterator[Problem]:
 def check_machine(config: Config, origins: Mapping[str, str] | None = None) -> list[str]:
     """What this machine can not give that the config asks for: cores, model folder, reward function, run folder.
 
-    Reads the machine and starts nothing. ``origins`` as returned by ``stretto.settings.load``.
+    Starts nothing and leaves nothing behind. ``origins`` as returned by ``stretto.settings.load``.
     """
-    reader = _Reader(config, origins or {})
-    found = [
+    return [p.text for p in machine_problems(config, origins or {})]
+
+
+def machine_problems(config: Config, origins: Mapping[str, str]) -> list[Problem]:
+    """As ``check_machine``, with the names of the options that each problem is about."""
+    reader = Reader(config, origins)
+    return [
         *_machine_cores(config, reader),
         *_model_folder(config, reader),
         *_reward_function(config, reader),
         *_run_folder(config, reader),
     ]
-    return [p.text for p in found]
 
 
-def _machine_cores(config: Config, reader: _Reader) -> Iterator[Problem]:
+def _machine_cores(config: Config, reader: Reader) -> Iterator[Problem]:
     cluster = config.cluster
     if cluster.address:  # the cores of another machine can not be seen from here
         return
@@ -204,28 +216,49 @@ def _ranges(numbers: set[int]) -> str:
 
 def is_local_path(path: str) -> bool:
     """Whether ``model.path`` means a folder here rather than a hub id (``name`` or ``owner/name``)."""
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if path.startswith((".", "/", "~", "runs/")) or path.endswith("/") or path.count("/") > 1 or path == "runs":
         return True
-    return Path(path).exists() or ("/" in path and Path(path).parent.is_dir())
+    return os.path.exists(path) or ("/" in path and Path(path).parent.is_dir())
 
 
-def _model_folder(config: Config, reader: _Reader) -> Iterator[Problem]:
+def _model_folder(config: Config, reader: Reader) -> Iterator[Problem]:
     path = config.model.path
     if not path or not is_local_path(path):
         return
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
+    folder = Path(path)
+    if not os.path.isdir(path):
         near = folder.parent
-        inside = sorted(p.name for p in near.iterdir() if p.is_dir())[:10] if near.is_dir() else []
+        inside = sorted(p.name for p in near.iterdir() if p.is_dir())[:10] if os.path.isdir(near) else []
         hint = f"{near} holds {', '.join(inside)}" if inside else f"nothing is in {near}"
         yield reader.problem(
-            "model.path", why=f"there is no such folder; {hint}; name a folder or a hub id (owner/name)"
+            "model.path",
+            why=f"there is no such folder; {hint}; {_maker(path, reader.origins)}, or name another folder or a hub id "
+            "(owner/name)",
         )
     elif not (folder / "config.json").is_file():
         yield reader.problem("model.path", why="the folder holds no config.json; name one that save_pretrained wrote")
 
 
-def _reward_function(config: Config, reader: _Reader) -> Iterator[Problem]:
+def _maker(path: str, origins: Mapping[str, str]) -> str:
+    """Which command makes the model that is missing: with a recipe beside the one that is run, where one is there."""
+    files = {origin.removeprefix("file ") for origin in origins.values() if origin.startswith("file ")}
+    for folder in sorted({Path(file).parent for file in files}):
+        recipes = [recipe for recipe in sorted(folder.glob("*.toml")) if _has_sizes(recipe)]
+        if recipes:
+            best = max(recipes, key=lambda recipe: recipe.stem == Path(path).name)
+            return f"make it first: stretto sft {best} {path}"
+    return f"make it first with `stretto sft RECIPE {path}`, where RECIPE has a [model.config]"
+
+
+def _has_sizes(recipe: Path) -> bool:
+    try:
+        model = tomllib.loads(recipe.read_text(encoding="utf-8-sig")).get("model")
+    except (OSError, ValueError):  # not TOML, not text, not readable: not the one
+        return False
+    return isinstance(model, dict) and "config" in model
+
+
+def _reward_function(config: Config, reader: Reader) -> Iterator[Problem]:
     function = config.reward.function
     if function == "exact_match":
         return
@@ -257,10 +290,37 @@ def _module_exists(module: str) -> bool:
     return True
 
 
-def _run_folder(config: Config, reader: _Reader) -> Iterator[Problem]:
-    folder = Path(config.run.dir).expanduser().absolute()
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
+def _run_folder(config: Config, reader: Reader) -> Iterator[Problem]:
+    """Makes the folder and a file in it, which is the one sure way to know, and removes what it made."""
+    if not config.run.dir.strip():
+        return
+    folder = Path(config.run.dir).absolute()
+    existing = next(p for p in (folder, *folder.parents) if os.path.exists(p))
     if not existing.is_dir():
         yield reader.problem("run.dir", why=f"{existing} is a file; name a folder")
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield reader.problem("run.dir", why=f"{existing} can not be written to; name another folder")
+        return
+    why = "" if os.access(existing, os.W_OK | os.X_OK) else "no permission"
+    why = why or _no_room_for(folder)
+    if why:
+        yield reader.problem("run.dir", why=f"{existing} can not be written to ({why}); name another folder")
+
+
+def _no_room_for(folder: Path) -> str:
+    """Why no file can be made in ``folder``, which need not exist; empty where one can."""
+    made: list[Path] = []
+    try:
+        for part in (*reversed(folder.parents), folder):
+            if not part.is_dir():
+                part.mkdir()
+                made.append(part)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except FileExistsError:  # another process makes the same folder
+        return ""
+    except (OSError, ValueError) as error:
+        return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    finally:
+        for part in reversed(made):
+            with contextlib.suppress(OSError):  # no longer empty: another process uses it
+                part.rmdir()
+    return ""

@@ -10,8 +10,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from stretto.checks import check_machine
-from stretto.settings import load
 from stretto.types import ConfigError, StrettoError
 
 INTERRUPTED = 130
@@ -48,18 +46,17 @@ def train(
 
     Ctrl-C ends at once; SIGTERM checkpoints first.
     """
+    from stretto.preflight import checked
+
+    config, sources = checked(recipe, set_ or ())  # before the imports that take seconds
     from stretto import controller, loop, machine
     from stretto.observe.progress import make_progress, summary
-    from stretto.preflight import preflight
     from stretto.resume import find_checkpoint, what_is_left
 
-    config, sources = load(recipe, set_ or ())
-    _refuse(check_machine(config, sources))
     found = find_checkpoint(config, resume=resume)
     place = machine.placement(config)
     for path, why in found.passed_over:
         print(f"passed over {path.name}: {why}")
-    preflight(config)
     begun = time.monotonic()
     first = int(found.state["cursor"]) if found.path else 0
     run: controller.Run | None = None
@@ -96,10 +93,11 @@ def sft(
 ) -> None:
     """Warm-start a model by supervised training on labelled examples, until it is right now and then."""
     from stretto.machine import settle
+    from stretto.preflight import checked
+
+    config, _ = checked(recipe, set_ or (), training=False)
     from stretto.sft import run_sft
 
-    config, sources = load(recipe, set_ or (), training=False)
-    _refuse(check_machine(config, sources))
     if output.exists() and any(output.iterdir()):
         raise StrettoError(f"{output} is not empty; write the model to a new folder, or remove it")
     settle((), config.run.determinism)
@@ -130,10 +128,10 @@ def eval_(
     """Measure a model: greedy answers, exact match, on images that training never saw."""
     from stretto.evaluate import evaluate
     from stretto.machine import settle
+    from stretto.preflight import checked
 
     sets = [*(set_ or ()), *([f"model.path={model}"] if model else [])]
-    config, sources = load(recipe, sets, training=False)
-    _refuse(check_machine(config, sources))
+    config, _ = checked(recipe, sets, training=False)
     settle((), config.run.determinism)
     one_thread()
     result = evaluate(config, split, prompts)
@@ -157,11 +155,6 @@ def export(
 
 def _mib(folder: Path) -> float:
     return sum(p.stat().st_size for p in folder.iterdir()) / 2**20
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise ConfigError(problems)
 
 
 def one_thread() -> None:

@@ -5,15 +5,18 @@ A field is a decision: ``tests/unit/test_config.py`` holds the list of them.
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Folder = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path whose ``~`` is replaced once, here, so that every use sees the same folder."""
 
 
 class Block(BaseModel):
@@ -23,7 +26,7 @@ class Block(BaseModel):
 
 
 class RunConfig(Block):
-    dir: str = Field("runs/default", description="folder of the run: metrics, events, manifest, checkpoints")
+    dir: Folder = Field("runs/default", description="folder of the run: metrics, events, manifest, checkpoints")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of data order, sampling noise and initialisation")
     updates: PositiveInt = Field(150, description="optimizer updates to train, one per mini")
     determinism: Literal["exact", "fast"] = Field(
@@ -32,7 +35,7 @@ class RunConfig(Block):
 
 
 class ModelConfig(Block):
-    path: str = Field("", description="local directory or hub id of a Qwen3-VL; empty: random init from `config`")
+    path: Folder = Field("", description="local directory or hub id of a Qwen3-VL; empty: random init from `config`")
     config: dict[str, Any] | None = Field(
         None, description="config block for random initialisation: text, vision and size options (see docs/models.md)"
     )

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from stretto.actor.checkpoint import Found, config_hash, latest_valid
+from pydantic import ValidationError
+
+from stretto.actor.checkpoint import FREE_BLOCKS, FREE_OPTIONS, Found, binding_options, config_hash, latest_valid
 from stretto.config import Config
+from stretto.observe.manifest import read_manifest
 from stretto.types import StrettoError
+from stretto.wording import shown
 
 
 def find_checkpoint(config: Config, *, resume: bool) -> Found:
@@ -17,7 +23,7 @@ def find_checkpoint(config: Config, *, resume: bool) -> Found:
 
     Raises:
         StrettoError: the run folder holds a run and ``resume`` is not asked for, or the checkpoint was made under
-            other options.
+            other options; names each with both values.
     """
     folder = Path(config.run.dir)
     found = latest_valid(folder / "checkpoints", config.actor.data_parallel)
@@ -31,11 +37,51 @@ def find_checkpoint(config: Config, *, resume: bool) -> Found:
     if found.path is None:
         return found  # killed before its first checkpoint: there is nothing to go on from, so it starts over
     if found.state["config_hash"] != config_hash(config):
-        raise StrettoError(
-            f"{found.path} was saved under other options than these (only [cluster], [checkpoint] and run.dir may "
-            f"change); compare with the config in {folder / 'manifest.json'}"
-        )
+        raise StrettoError(_other_options(found, folder, config))
     return found
+
+
+def _other_options(found: Found, folder: Path, config: Config) -> str:
+    may = ", ".join([*(f"[{block}]" for block in sorted(FREE_BLOCKS)), *sorted(FREE_OPTIONS)])
+    intro = f"{found.path} was saved under other options, and a run goes on under those that it began with; "
+    saved = _saved_config(folder, found.state["config_hash"])
+    if saved is None:
+        return f"{intro}compare yours with the config in {folder / 'manifest.json'}. Only these may change: {may}"
+    before, now = _flat(binding_options(saved)), _flat(binding_options(config))
+    lines = []
+    for name in [n for n in before | now if before.get(n) != now.get(n)]:
+        why = "; the learning-rate schedule depends on it" if name == "run.updates" else ""
+        lines.append(f"- {name} = {shown(now.get(name))} here, {shown(before.get(name))} in the checkpoint{why}")
+    return "\n".join(
+        [f"{intro}set these back, or start a new run in another run.dir:", *lines, f"Only these may change: {may}"]
+    )
+
+
+def _saved_config(folder: Path, wanted: str) -> Config | None:
+    """The config that a checkpoint was saved under: of the newest session whose hash it has; None where none has."""
+    try:
+        sessions = read_manifest(folder)["sessions"]
+    except (OSError, StrettoError):
+        return None
+    for session in reversed(sessions):
+        try:
+            config = Config.model_validate_json(json.dumps(session["config"]))
+        except (ValidationError, KeyError):  # options of another version
+            continue
+        if config_hash(config) == wanted:
+            return config
+    return None
+
+
+def _flat(options: dict[str, Any]) -> dict[str, Any]:
+    """Tables taken apart: ``{"model.config.text.depth": 2}`` for ``{"model.config": {"text": {"depth": 2}}}``."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, dict):
+            flat |= _flat({f"{name}.{key}": inner for key, inner in value.items()})
+        else:
+            flat[name] = value
+    return flat
 
 
 @contextmanager

@@ -15,14 +15,14 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_origin
 
 from pydantic import ValidationError
 
-from stretto.checks import Given, cross_field_problems, shown
+from stretto.checks import Problem, cross_field_problems
 from stretto.config import Block, Config
 from stretto.types import ConfigError
+from stretto.wording import Given, form, nearest, shown
 
 ENV_PREFIX = "STRETTO_"
 
@@ -47,34 +47,6 @@ class Option:
         return self.form == "a table"
 
 
-def _bounds(metadata: Iterable[Any]) -> str:
-    words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
-    found = [f"{word} {getattr(m, name)}" for name, word in words.items() for m in metadata if hasattr(m, name)]
-    return (" " + " and ".join(found)) if found else ""
-
-
-def _form(annotation: Any, metadata: Sequence[Any] = (), many: bool = False) -> str:
-    """What a field accepts, in words: the remedy that every error about its value ends with."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        inner = [m for extra in args[1:] for m in getattr(extra, "metadata", [extra])]
-        return _form(args[0], [*metadata, *inner], many)
-    if origin is Literal:
-        return " or ".join(json.dumps(choice) for choice in args)
-    if origin in (Union, UnionType):
-        return _form(next(a for a in args if a is not NoneType), metadata, many)
-    if origin is tuple:
-        count = "" if args[-1] is Ellipsis else f"{len(args)} "
-        return f"a list of {count}{_form(args[0], metadata, many=True)}"
-    if origin is dict:
-        return "a table"
-    if annotation is bool:
-        return "true or false"
-    noun = {int: "integer", float: "number", str: "string"}[annotation]
-    article = "an" if noun == "integer" else "a"
-    return (f"{noun}s" if many else f"{article} {noun}") + _bounds(metadata)
-
-
 def _blocks() -> dict[str, type[Block]]:
     annotations = {name: field.annotation for name, field in Config.model_fields.items()}
     return {name: block for name, block in annotations.items() if isinstance(block, type) and issubclass(block, Block)}
@@ -85,7 +57,7 @@ def options() -> dict[str, Option]:
     return {
         f"{block}.{key}": Option(
             name=f"{block}.{key}",
-            form=_form(field.annotation, field.metadata),
+            form=form(field.annotation, field.metadata),
             default=field.default,
             description=field.description or "",
             annotation=field.annotation,
@@ -99,11 +71,6 @@ OPTIONS = options()
 BLOCKS = tuple(_blocks())
 
 
-def _nearest(name: str, candidates: Iterable[str]) -> str:
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
-    return by_lower[difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.0)[0]]
-
-
 def suggest(name: str) -> list[str]:
     """The options that a misspelled dotted name may mean, at least one: a key of that very name in other blocks,
     else the nearest key of the named block, else the nearest of all options.
@@ -115,9 +82,9 @@ def suggest(name: str) -> list[str]:
         return [option for option in same_key if option.split(".")[0] in near_block] or same_key
     if block in BLOCKS and dot:
         return [
-            f"{block}.{_nearest(key, (option.split('.')[1] for option in OPTIONS if option.startswith(f'{block}.')))}"
+            f"{block}.{nearest(key, (option.split('.')[1] for option in OPTIONS if option.startswith(f'{block}.')))}"
         ]
-    return [_nearest(name, OPTIONS)]
+    return [nearest(name, OPTIONS)]
 
 
 def parse_text(text: str, option: Option | None = None) -> Any:
@@ -185,9 +152,9 @@ class _Draft:
         for block, table in data.items():
             if block not in BLOCKS:
                 if isinstance(table, dict):
-                    self.problems.append(
-                        f"{_key(block)} ({origin}): no such block; did you mean [{_nearest(block, BLOCKS)}]?"
-                    )
+                    near = nearest(block, BLOCKS)
+                    self.suspects.update(name for name in OPTIONS if name.startswith(f"{near}."))
+                    self.problems.append(f"{_key(block)} ({origin}): no such block; did you mean [{near}]?")
                 else:  # a key above every block
                     self.unknown(block, origin)
             elif not isinstance(table, dict):
@@ -267,6 +234,31 @@ def _recipes_in(folder: Path) -> str:
     return ", ".join(sorted(p.name for p in folder.glob("*.toml"))) or "no recipe (*.toml)"
 
 
+@dataclass
+class Resolved:
+    """The options of a run and everything that is known to be wrong with them.
+
+    Attributes:
+        config: the options; those that are wrong have their defaults.
+        sources: by dotted name, where each value came from; see ``load``.
+        problems: one message for each mistake.
+        doubtful: names of the options that problems are about. What else is said of them would only repeat it.
+        unread: the recipe could not be read, so that the options are not those meant.
+    """
+
+    config: Config
+    sources: dict[str, str]
+    problems: list[str]
+    doubtful: set[str]
+    unread: bool
+
+    def add(self, found: Iterable[Problem]) -> None:
+        """Take up further problems, but for those of options that are doubtful already."""
+        new = [p for p in found if not self.doubtful & set(p.names)]
+        self.problems += [p.text for p in new]
+        self.doubtful.update(name for p in new for name in p.names)
+
+
 def load(
     recipe: Path | None,
     sets: Sequence[str] = (),
@@ -283,6 +275,20 @@ def load(
     Raises ConfigError with every problem at once: names, types, ranges and options that do not fit together.
     Nothing is asked of the machine here; that is ``stretto.checks.check_machine``.
     """
+    resolved = resolve(recipe, sets, environ, training=training)
+    if resolved.problems:
+        raise ConfigError(resolved.problems)
+    return resolved.config, resolved.sources
+
+
+def resolve(
+    recipe: Path | None,
+    sets: Sequence[str] = (),
+    environ: Mapping[str, str] = os.environ,
+    *,
+    training: bool = True,
+) -> Resolved:
+    """As ``load``, but problems are returned, for more to be added to them."""
     draft = _Draft()
     if recipe is not None:
         draft.read_file(recipe)
@@ -291,15 +297,16 @@ def load(
     bad = draft.bad_values()
     good = {name: given for name, given in draft.given.items() if name not in bad}
     config = _build(good)
-    draft.problems += bad.values()
+    sources = {name: good[name].origin if name in good else "default" for name in OPTIONS} | draft.inner_origins
+    resolved = Resolved(config, sources, [*draft.problems, *bad.values()], draft.suspects | bad.keys(), draft.unread)
     if not draft.unread:
-        origins = {name: given.origin for name, given in good.items()}
-        crossed = cross_field_problems(config, origins, training=training)
-        draft.problems += [p.text for p in crossed if not (bad.keys() | draft.suspects) & set(p.names)]
-    if draft.problems:
-        raise ConfigError(draft.problems)
-    sources = {name: good[name].origin if name in good else "default" for name in OPTIONS}
-    return config, sources | draft.inner_origins
+        crossed = cross_field_problems(config, sources, training=training)
+        doubtful = set(resolved.doubtful)  # of one option, all that does not fit is said
+        for problem in crossed:
+            if not doubtful & set(problem.names):
+                resolved.problems.append(problem.text)
+                resolved.doubtful.update(problem.names)
+    return resolved
 
 
 def _build(given: Mapping[str, Given]) -> Config:

@@ -42,10 +42,24 @@ class Found:
     passed_over: tuple[tuple[Path, str], ...]
 
 
+FREE_BLOCKS = frozenset({"cluster", "checkpoint", "eval", "plane", "sft"})
+FREE_OPTIONS = frozenset({"run.dir", "reward.timeout_s", "reward.workers"})
+"""Blocks and options that may change when a run goes on: where it runs, what it saves and how it is watched."""
+
+
+def binding_options(config: Config) -> dict[str, Any]:
+    """The options that training depends on, by dotted name, as plain data."""
+    return {
+        f"{block}.{key}": value
+        for block, keys in config.model_dump(mode="json").items()
+        for key, value in keys.items()
+        if block not in FREE_BLOCKS and f"{block}.{key}" not in FREE_OPTIONS
+    }
+
+
 def config_hash(config: Config) -> str:
-    """16 hex digits for everything in a config that training depends on: where it runs and saves is left out."""
-    plain = config.model_dump(mode="json", exclude={"cluster": True, "checkpoint": True, "run": {"dir"}})
-    text = json.dumps(plain, sort_keys=True)
+    """16 hex digits for everything in a config that training depends on."""
+    text = json.dumps(binding_options(config), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -124,12 +124,15 @@ def test_a_set_value_is_toml_or_a_bare_string(text, read):
 
 
 def test_an_entry_of_the_model_table_is_set_by_its_full_name(tmp_path):
-    recipe = recipe_of(tmp_path, "[model.config.text]\nhidden_size = 128\nlayers = 2\n")
-    environ = {"STRETTO_MODEL__CONFIG__TEXT__LAYERS": "3"}
+    recipe = ROOT / "recipes" / "digits-sft.toml"
+    environ = {"STRETTO_MODEL__CONFIG__TEXT__NUM_HIDDEN_LAYERS": "3"}
     config, sources = load(recipe, ["model.config.vision.depth=4"], environ)
-    assert config.model.config == {"text": {"hidden_size": 128, "layers": 3}, "vision": {"depth": 4}}
+    text, vision = config.model.config["text"], config.model.config["vision"]
+    assert (text["hidden_size"], text["num_hidden_layers"], vision["depth"]) == (128, 3, 4)
     assert sources["model.config"] == f"file {recipe}"
-    assert sources["model.config.text.layers"] == "environment STRETTO_MODEL__CONFIG__TEXT__LAYERS"
+    assert (
+        sources["model.config.text.num_hidden_layers"] == "environment STRETTO_MODEL__CONFIG__TEXT__NUM_HIDDEN_LAYERS"
+    )
     assert sources["model.config.vision.depth"] == "--set"
 
 
@@ -300,6 +303,11 @@ def test_a_recipe_that_is_not_toml_says_where(tmp_path):
     ("sets", "named", "remedy"),
     [
         (["rollout.temperature=0"], "rollout.temperature = 0.0 (--set)", "above 0"),
+        (["rollout.temperature=0.009"], "rollout.temperature = 0.009 (--set)", "nothing is learned"),
+        (["rollout.n_samples_per_prompt=1"], "rollout.n_samples_per_prompt = 1 (--set)", "at least 2"),
+        (['rollout.stop=["x", ""]'], 'rollout.stop = ["x", ""] (--set)', "leave it out"),
+        (["run.dir="], 'run.dir = "" (--set)', "such as runs/first"),
+        (["run.dir=~nobody-of-that-name/x"], 'run.dir = "~nobody-of-that-name/x" (--set)', "no home folder"),
         (["rollout.top_p=0.9"], "rollout.top_p = 0.9 (--set)", "set top_p to 1.0"),
         (["rollout.top_k=5"], "rollout.top_k = 5 (--set)", "set top_k to 0"),
         (
@@ -330,8 +338,21 @@ def test_options_that_do_not_fit_together_are_refused(sets, named, remedy):
     assert remedy in problem
 
 
+def test_a_home_folder_is_filled_in_once_for_every_use(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config, _ = load(None, ["run.dir=~/runs/a", "model.path=~/model"], {})
+    assert (config.run.dir, config.model.path) == ("/home/somebody/runs/a", "/home/somebody/model")
+
+
+def test_a_misspelled_block_is_not_reported_as_missing_too(tmp_path):
+    recipe = recipe_of(tmp_path, '[modle]\npath = "org/model"\n')
+    assert problems(recipe) == [f"modle (file {recipe}): no such block; did you mean [model]?"]
+
+
 def test_evaluation_may_sample_as_it_likes():
-    config, _ = load(None, [MODEL, "rollout.temperature=0", "rollout.top_k=5"], {}, training=False)
+    config, _ = load(
+        None, [MODEL, "rollout.temperature=0", "rollout.top_k=5", "rollout.n_samples_per_prompt=1"], {}, training=False
+    )
     assert config.rollout.temperature == 0
 
 
@@ -339,7 +360,7 @@ def test_what_fits_exactly_is_allowed():
     load(None, [MODEL, "run.updates=1", "actor.warmup_updates=7"], {})  # a smoke run of any length
     load(None, [MODEL, "staleness.max=0", "algorithm.importance_correction=none"], {})
     load(None, [MODEL, "cluster.actor_cores=[0]", "cluster.rollout_cores=[1]"], {})
-    load(None, [MODEL, "rollout.n_samples_per_prompt=1"], {})
+    load(None, [MODEL, "rollout.n_samples_per_prompt=2", "rollout.temperature=0.01"], {})
 
 
 def test_a_config_made_in_code_is_validated_when_it_is_made_and_checked_on_request():
@@ -394,8 +415,21 @@ def test_a_missing_model_folder_is_told_from_a_hub_id(tmp_path, monkeypatch):
     assert machine_problems(["model.path=Qwen/Qwen3-VL-2B-Instruct"], monkeypatch, cores) == []
     monkeypatch.chdir(tmp_path)
     assert len(machine_problems(["model.path=./nothing"], monkeypatch, cores)) == 1
-    (tmp_path / "runs").mkdir()
-    assert len(machine_problems(["model.path=runs/nothing"], monkeypatch, cores)) == 1
+    for path in ("runs/nothing", "models/", "a/b/c"):  # no such folder beside it either
+        (problem,) = machine_problems([f"model.path={path}"], monkeypatch, cores)
+        assert f"make it first with `stretto sft RECIPE {path}`" in problem
+
+
+def test_the_recipe_that_makes_a_missing_model_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    for name in ("digits", "digits-sft"):
+        (recipes / f"{name}.toml").write_bytes((ROOT / "recipes" / f"{name}.toml").read_bytes())
+    (recipes / "broken.toml").write_text("[")
+    config, sources = load(Path("recipes/digits.toml"), environ={})
+    (problem,) = check_machine(config, sources)
+    assert "make it first: stretto sft recipes/digits-sft.toml runs/digits-sft, or " in problem
 
 
 def test_a_reward_function_must_be_well_formed_and_its_module_found_without_running_it(tmp_path, monkeypatch):
@@ -420,6 +454,12 @@ def test_a_run_folder_that_can_not_be_written_is_refused(tmp_path, monkeypatch):
     (problem,) = machine_problems([f"run.dir={tmp_path / 'file' / 'run'}"], monkeypatch, cores)
     assert problem.endswith(f"{tmp_path / 'file'} is a file; name a folder")
     assert machine_problems([f"run.dir={tmp_path / 'new' / 'run'}"], monkeypatch, cores) == []
+    assert not (tmp_path / "new").exists()
+    (problem,) = machine_problems(["run.dir=/proc/x/y"], monkeypatch, cores)
+    assert problem.startswith('run.dir = "/proc/x/y" (--set): /proc can not be written to (')
+    (problem,) = machine_problems([f"run.dir={tmp_path / 'a' / ('n' * 300)}"], monkeypatch, cores)
+    assert "File name too long" in problem
+    assert not (tmp_path / "a").exists()
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and real(path, mode))
     (problem,) = machine_problems([f"run.dir={tmp_path / 'run'}"], monkeypatch, cores)

@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "stretto"
 
-BASE = {"types", "config", "settings", "checks", "compat"}
+BASE = {"types", "config", "settings", "checks", "compat", "wording", "model_table"}
 SHARED = {"models", "schedule", "observe"}
 STAGES = {"data", "rollout", "plane", "actor"}
 SWITCHES = {"switches"}
@@ -39,8 +39,10 @@ WITHIN_BASE = {
     "types": set(),
     "config": {"types"},
     "compat": {"types"},
-    "checks": {"config", "types"},
-    "settings": {"checks", "config", "types"},
+    "wording": {"types"},
+    "model_table": {"config", "types", "wording"},
+    "checks": {"config", "types", "wording", "model_table"},
+    "settings": {"checks", "config", "types", "wording"},
 }
 # Modules that implement a seam which an option picks. build.py alone imports them; each exception has its reason.
 IMPLEMENTATIONS = {"stretto.rollout.hf", "stretto.plane.ray_plane"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import time
 
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from transformers import Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 
 from stretto.config import ModelConfig
 from stretto.models.batch import SampleInput
-from stretto.models.loading import load_family, load_model, save_model, weight_bytes
+from stretto.models.loading import image_patches, load_family, load_model, save_model, try_forward, weight_bytes
 from stretto.models.logprobs import logprobs_and_entropy, scaled_logits, token_logprobs
 from stretto.models.positions import mrope_positions
+from stretto.models.qwen3_vl import Qwen3VL
 from stretto.types import ConfigError, Prompt, StrettoError
 
 LAYOUTS = [(), ((32, 64),), ((64, 32), (32, 32), (96, 64))]
@@ -179,8 +182,123 @@ def test_the_size_of_a_published_version_counts_tied_weights_once(dtype, tmp_pat
 def test_a_model_that_cannot_be_loaded_names_key_value_and_remedy(tmp_path):
     with pytest.raises(ConfigError, match=r"model.path = .*nowhere.*config.json"):
         load_family(ModelConfig(path=str(tmp_path / "nowhere")))
-    with pytest.raises(ConfigError, match=r"model.config.txt: unknown"):
+    with pytest.raises(ConfigError, match=r"model.config.txt = \{\}: no such key; did you mean model.config.text\?"):
         load_family(ModelConfig(config={"txt": {}}))
+
+
+def test_a_model_of_the_hub_that_can_not_be_had_is_one_quick_message(monkeypatch):
+    with pytest.raises(
+        ConfigError, match=r"model.path = 'org/model': there is no such folder .* HF_HUB_OFFLINE is set"
+    ):
+        load_family(ModelConfig(path="org/model"))
+    with pytest.raises(ConfigError, match=r"no such folder, and no hub id either"):
+        load_family(ModelConfig(path="a b"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=r"http://127.0.0.1:9 can not be reached"):
+        load_family(ModelConfig(path="org/model"))
+    assert time.monotonic() - begun < 6
+
+
+def changed(**entries) -> dict:
+    """The block of the tiny model with entries set, or with ``...`` removed; ``__`` goes into a table."""
+    block = copy.deepcopy(tiny.BLOCK)
+    for name, value in entries.items():
+        *path, key = name.split("__")
+        table = block
+        for part in path:
+            table = table[part]
+        if value is ...:
+            del table[key]
+        else:
+            table[key] = value
+    return block
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"text__hidden_size": "big"}, ['text.hidden_size = "big": expected an integer above 0']),
+        ({"text__hidden_size": True}, ["text.hidden_size = true: expected an integer above 0"]),
+        ({"text__rms_norm_eps": "1e-6"}, ['text.rms_norm_eps = "1e-6": expected a number above 0']),
+        ({"tie_word_embeddings": "yes"}, ['tie_word_embeddings = "yes": expected true or false']),
+        ({"text__hiden_size": 8}, ["text.hiden_size = 8: no such key; did you mean model.config.text.hidden_size?"]),
+        (
+            {"vision__depth": ..., "vision__num_hidden_layers": 2},
+            ["vision.num_hidden_layers = 2: no such key; did you mean model.config.vision.depth?"],
+        ),
+        ({"text": ...}, ["text: missing; expected a table"]),
+        ({"vision": ...}, ["vision: missing; expected a table"]),
+        ({"vision": 3}, ["vision = 3: expected a table"]),
+        ({"text__num_hidden_layers": ...}, ["text.num_hidden_layers: missing"]),
+        (
+            {"text__rope_parameters__mrope_section": [4, 2, 1]},
+            ["text.rope_parameters.mrope_section = [4, 2, 1]: adds up to 7 instead of 8, half of head_dim = 16"],
+        ),
+        ({"text__rope_parameters__mrope_section": [0, 4, 4]}, ["text.rope_parameters.mrope_section = [0, 4, 4]"]),
+        ({"text__rope_parameters__mrope_section": ...}, ["text.rope_parameters.mrope_section: missing"]),
+        ({"text__rope_parameters": ...}, ["text.rope_parameters: missing"]),
+        ({"text__num_key_value_heads": 3}, ["text.num_key_value_heads = 3: num_attention_heads = 2 is no multiple"]),
+        ({"text__hidden_act": "slu"}, ["text.hidden_act = 'slu': no such activation; did you mean 'silu'?"]),
+        ({"text__vocab_size": 100}, ["text.vocab_size = 100: the tokenizer has 286 ids; raise it"]),
+        ({"text__attention_dropout": 0.1}, ["text.attention_dropout = 0.1: expected 0"]),
+        ({"vision__out_hidden_size": 64}, ["vision.out_hidden_size = 64: must equal model.config.text.hidden_size"]),
+        ({"vision__deepstack_visual_indexes": [2]}, ["vision.deepstack_visual_indexes = [2]: expected layers from 0"]),
+        ({"vision__num_position_embeddings": 15}, ["vision.num_position_embeddings = 15: they form a square; use 9"]),
+        ({"vision__patch_size": [16, 16]}, ["vision.patch_size = [16, 16]: expected an integer above 0"]),
+        ({"vision__num_heads": 3}, ["vision.num_heads = 3: hidden_size = 32 must give each head a multiple of 4"]),
+        ({"vision__in_channels": 1}, ["vision.in_channels = 1: expected 3"]),
+        (
+            {"text__hidden_size": "big", "vision__depth": 1.5, "txt": 1},
+            ["txt = 1: no such key", 'text.hidden_size = "big"', "vision.depth = 1.5: expected an integer above 0"],
+        ),
+    ],
+)
+def test_mistakes_in_the_model_table_are_named_with_value_and_remedy_all_at_once(entries, said):
+    with pytest.raises(ConfigError) as caught:
+        load_family(ModelConfig(config=changed(**entries)))
+    assert len(caught.value.problems) == len(said), caught.value.problems
+    for problem, start in zip(caught.value.problems, said, strict=True):
+        assert problem.startswith(f"model.config.{start}")
+
+
+def test_what_the_specific_checks_let_through_is_caught_by_a_trial_forward():
+    family = tiny.family()
+    prompt = family.process(tiny.prompt(1))
+    try_forward(tiny.model_config(), family, prompt)
+    try_forward(tiny.model_config("bfloat16"), family, family.process(tiny.prompt(1, ())))
+    broken = copy.deepcopy(family.config)
+    broken.vision_config.out_hidden_size = 48
+    other = Qwen3VL(broken, family.tokenizer, family.image_processor, family.eos_ids)
+    with pytest.raises(ConfigError, match=r"model.config: a model of this configuration does not run \(\w+: \w"):
+        try_forward(tiny.model_config(), other, prompt)
+
+
+def test_the_trial_forward_is_quick_at_the_width_of_a_real_model():
+    text = {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144, "vocab_size": 151936}
+    vision = {"depth": 24, "out_hidden_size": 2048, "deepstack_visual_indexes": [5, 11, 17]}
+    cfg = ModelConfig(config=changed(**prefixed("text", text), **prefixed("vision", vision)))
+    family = load_family(cfg)
+    prompt = family.process(tiny.prompt(1))
+    begun = time.process_time()
+    try_forward(cfg, family, prompt)
+    assert time.process_time() - begun < 5
+
+
+def prefixed(half: str, entries: dict) -> dict:
+    return {f"{half}__{key}": value for key, value in entries.items()}
+
+
+def test_patches_are_known_from_sizes_alone():
+    family = tiny.family()
+    prompt = tiny.prompt(1, ((64, 32), (32, 32), (96, 64), (50, 70)))
+    assert image_patches(family, prompt.images) == len(family.process(prompt).pixel_values)
+
+
+def test_images_smaller_than_one_token_are_refused():
+    with pytest.raises(ConfigError, match=r"model.max_pixels = 1023: .* raise it to at least 1024"):
+        load_family(ModelConfig(config=tiny.BLOCK, min_pixels=1, max_pixels=1023))
 
 
 def test_a_processor_that_does_not_fit_the_model_is_refused(tmp_path):
