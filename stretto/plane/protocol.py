@@ -16,7 +16,7 @@ Both waits at once, on one partition, would be a deadlock; it is raised as :clas
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -119,6 +119,17 @@ class Lease:
     mini: int = 0
     chunk: int = 0
     refs: Mapping[int, Any] = field(repr=False, compare=False, default_factory=dict)
+
+    def part(self, groups: Sequence[int], chunk: int) -> Lease:
+        """The same lease for some of its groups: what a reader of one chunk is sent. Acknowledge the whole."""
+        records = {record.group: record for record in self.records}
+        return replace(
+            self,
+            groups=tuple(groups),
+            records=tuple(records[group] for group in groups),
+            refs={group: self.refs[group] for group in groups},
+            chunk=chunk,
+        )
 
     @property
     def place(self) -> str:

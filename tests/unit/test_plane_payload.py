@@ -16,6 +16,7 @@ from stretto.plane.payload import (
 )
 from stretto.plane.protocol import (
     FieldError,
+    Lease,
     MissingField,
     Overfilled,
     Underfilled,
@@ -173,3 +174,14 @@ def test_messages_join_runs_of_indexes():
 
 def test_global_indexes_of_a_group_start_at_group_times_n():
     assert list(make_record(0, 2).global_indexes) == [6, 7, 8]
+
+
+def test_a_part_of_a_lease_holds_only_what_a_reader_of_its_groups_needs():
+    records = tuple(make_record(0, group) for group in range(4))
+    refs = {group: f"ref{group}" for group in range(4)}
+    lease = Lease(id="a", partition=0, consumer="actor", groups=(0, 1, 2, 3), records=records, refs=refs)
+    part = lease.part(range(2, 4), chunk=1)
+    assert (part.id, part.groups, part.chunk) == ("a", (2, 3), 1)
+    assert part.records == records[2:] and part.refs == {2: "ref2", 3: "ref3"}
+    with pytest.raises(KeyError):
+        lease.part([4], chunk=0)
