@@ -6,16 +6,15 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from stretto.stops import STOPS
 from stretto.types import ConfigError, StrettoError
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
-TERMINATED = 143
-"""Exit code after SIGTERM."""
+if TYPE_CHECKING:
+    from stretto.config import Config
 
 app = typer.Typer(
     help="Post-train vision-language models by hybrid-async GRPO.",
@@ -46,9 +45,24 @@ def train(
 
     Ctrl-C ends at once; SIGTERM checkpoints first.
     """
-    from stretto.preflight import checked
+    STOPS.install()
+    try:
+        from stretto.preflight import checked
 
-    config, sources = checked(recipe, set_ or ())  # before the imports that take seconds
+        config, sources = checked(recipe, set_ or ())  # before the imports that take seconds
+        from stretto.resume import again, locked
+
+        with locked(Path(config.run.dir)):
+            _train(config, sources, resume, again(str(recipe), set_ or ()))
+    except KeyboardInterrupt:
+        print(f"stopped by {STOPS.name} while it started; nothing is lost: run the same command again", file=sys.stderr)
+        raise typer.Exit(STOPS.exit_code) from None
+    finally:
+        STOPS.ignore()
+
+
+def _train(config: Config, sources: dict[str, str], resume: bool, go_on: str) -> None:
+    """``train`` in a run folder that is locked; ``go_on`` is the command that resumes it."""
     from stretto import controller, loop, machine
     from stretto.observe.progress import make_progress, summary
     from stretto.resume import find_checkpoint, what_is_left
@@ -66,10 +80,11 @@ def train(
             controller.open_run(config, sources, progress, found, place) as run,
         ):
             loop.train(run)
-    except (KeyboardInterrupt, controller.Stopped) as stop:
-        done, saved = (run.done, run.saved) if run else (first, first)
-        print(what_is_left(done, saved, config.run.updates, str(recipe)), file=sys.stderr)
-        raise typer.Exit(INTERRUPTED if isinstance(stop, KeyboardInterrupt) else TERMINATED) from None
+    except (KeyboardInterrupt, controller.Stopped):
+        if run is None:
+            raise
+        print(what_is_left(run.done, run.saved, config.run.updates, go_on), file=sys.stderr)
+        raise typer.Exit(STOPS.exit_code) from None
     records = run.records
     evaluated = records.evaluated
     print(

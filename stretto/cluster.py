@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from stretto import build, compat, machine
 from stretto.config import Config
+from stretto.embedded import EmbeddedRay
+from stretto.plane.protocol import Lease
 from stretto.plane.ray_plane import PayloadProducer, RayPlane, RayProducer, cause_of, unwrapped
+from stretto.stops import STOPS
 from stretto.types import (
     ChunkSchedule,
     Evaluation,
@@ -30,23 +33,8 @@ from stretto.types import (
 
 CLOSE_S = 4.0
 """How long parts may take to end by themselves before their processes are killed."""
-
-
-def start_ray(config: Config, place: machine.Placement) -> None:
-    """Join ``cluster.address``, or start a Ray of our own on loopback that ends with this process."""
-    os.environ.update({k: v for k, v in machine.ENVIRONMENT.items() if k not in os.environ})
-    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    if config.cluster.address:
-        ray.init(address=config.cluster.address, **quiet)
-        return
-    with compat.ray_on_loopback():
-        ray.init(
-            num_cpus=max(4, len(place.actor_cores) + len(place.rollout_cores)),
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            object_store_memory=object_store_bytes(config),
-            **quiet,
-        )
+ABORT_S = 2.0
+"""The same where a run is cut short: reward functions get the time to end what they have started."""
 
 
 def object_store_bytes(config: Config) -> int:
@@ -72,6 +60,7 @@ class RolloutProcess(PayloadProducer):
         self.config, self.place, self.plane = config, place, plane
 
     async def start(self) -> dict[str, Any]:
+        machine.adopt_orphans()  # those of reward functions
         facts = machine.settle(self.place.rollout_cores, self.config.run.determinism)
         tracer = build.tracer(self.config, "rollout")
         producer = RayProducer(self.plane, "rollout", self, tracer)
@@ -106,8 +95,8 @@ class ActorProcess:
 
         return self.facts | {"parameters": fingerprint(self.core.trainer.master.named())}
 
-    def phase1(self, chunk: ChunkSchedule, records: tuple[GroupRecord, ...], lease: Any) -> dict[str, float]:
-        return self.core.phase1(chunk, records, lease)
+    def phase1(self, chunk: ChunkSchedule, lease: Lease) -> dict[str, float]:
+        return self.core.phase1(chunk, lease.records, lease)
 
     def phase2(self, records: Sequence[GroupRecord]) -> dict[str, float]:
         return self.core.phase2(records)
@@ -150,9 +139,14 @@ class Actor:
     def start(self) -> dict[str, Any]:
         return self._all("start")[0]
 
-    def forward(self, chunk: ChunkSchedule, records: tuple[GroupRecord, ...], lease: Any) -> None:
-        """Phase 1 of one chunk."""
-        self._all("phase1", chunk, records, lease)
+    def forward(self, chunk: ChunkSchedule, lease: Lease) -> Callable[[], None]:
+        """Start phase 1 of one chunk; ranks take chunks in the order of these calls. Returns a call that waits."""
+        refs = [rank.phase1.remote(chunk, lease) for rank in self.ranks]
+
+        def finish() -> None:
+            answers(refs, "actor")
+
+        return finish
 
     def advantages(self, records: Sequence[GroupRecord]) -> dict[str, float]:
         """Phase 2: the records of the whole partition, on every rank."""
@@ -217,8 +211,8 @@ class Rollout:
         self._evaluations = self._evaluations[len(done) :]
         return answers(done, "rollout")
 
-    def close(self) -> None:
-        ray.wait([self.process.close.remote()], timeout=CLOSE_S)
+    def close(self, limit_s: float) -> None:
+        ray.wait([self.process.close.remote()], timeout=limit_s)
 
     def kill(self) -> None:
         ray.kill(self.process)
@@ -274,30 +268,55 @@ class Cluster:
 
     def __init__(self, config: Config, place: machine.Placement):
         self.config, self.place = config, place
+        self.own_ray = None if config.cluster.address else EmbeddedRay(Path(config.run.dir) / "logs")
 
     def __enter__(self) -> Cluster:
-        start_ray(self.config, self.place)
         try:
+            self._start_ray()
             self.plane: RayPlane = build.plane(self.config)
             self.rollout = Rollout(self.config, self.place, self.plane)
             self.actor = Actor(self.config, self.place, self.plane)
         except BaseException:
-            ray.shutdown()
+            self._stop_ray()
             raise
         return self
+
+    def _start_ray(self) -> None:
+        """Join ``cluster.address``, or start a Ray of our own that ends with this process."""
+        os.environ.update({k: v for k, v in machine.ENVIRONMENT.items() if k not in os.environ})
+        if self.own_ray is not None:
+            cores = len(self.place.actor_cores) + len(self.place.rollout_cores)
+            self.own_ray.start(cpus=max(4, cores), object_store_bytes=object_store_bytes(self.config))
+            return
+        with compat.ray_as_a_guest(STOPS.put_off):
+            ray.init(address=self.config.cluster.address, log_to_driver=False, configure_logging=False)
+        STOPS.check()
 
     def start(self) -> dict[str, Any]:
         """Wait until both sides are ready; what each has set for itself."""
         rollout = self.rollout.process.start.remote()
         actor = self.actor.start()
-        return {"actor": actor, "rollout": answers([rollout], "rollout")[0]}
+        facts = {"actor": actor, "rollout": answers([rollout], "rollout")[0]}
+        STOPS.check()
+        return facts
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
+        STOPS.phase = "ending"
+        died = self.own_ray.died() if self.own_ray is not None else ""
         try:
-            if kind is None:
-                self.rollout.close()
-            self.rollout.kill()
-            self.actor.kill()
-            self.plane.stop()
+            if not died:  # else every call would wait for what is gone
+                self.rollout.close(CLOSE_S if kind is None else ABORT_S)
+                self.rollout.kill()
+                self.actor.kill()
+                self.plane.stop()
         finally:
+            self._stop_ray()
+        if died and not (kind is KeyboardInterrupt and STOPS.signal):
+            raise StrettoError(f"{died}; resume from the last checkpoint") from error
+
+    def _stop_ray(self) -> None:
+        STOPS.phase = "ending"
+        if self.own_ray is not None:
+            self.own_ray.stop()
+        else:
             ray.shutdown()

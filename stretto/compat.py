@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import subprocess
+
     from torch import Tensor, nn
 
 
@@ -124,3 +126,51 @@ def ray_on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def ray_as_a_guest(undisturbed: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside, ``ray.init`` leaves the signal handlers of this process and its terminal alone.
+
+    Ray 2.60 replaces the SIGTERM handler twice (``sys.exit`` in Python, then a crash dump in C++), crashes at exit
+    where an exception interrupts it while it connects (which it does ``undisturbed`` therefore), and prints a hint
+    about token authentication, which it turns on by itself.
+
+    Remove once ``ray.init`` has options for these; ``tests/system/test_lifecycle.py`` sends signals and reads outputs.
+    """
+    import logging
+
+    from ray._private import ray_constants, utils, worker
+
+    hints = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    before = ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER, utils.set_sigterm_handler, worker.connect, hints.level
+
+    def connect(*args: Any, **kwargs: Any) -> Any:
+        with undisturbed():
+            return before[2](*args, **kwargs)
+
+    ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
+    utils.set_sigterm_handler = lambda handler: None
+    worker.connect = connect
+    hints.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER, utils.set_sigterm_handler, worker.connect = before[:3]
+        hints.setLevel(before[3])
+
+
+def ray_processes(names: Iterable[str]) -> dict[str, subprocess.Popen[bytes]]:
+    """The processes of the Ray that this process has started, by Ray's names for them."""
+    from ray._private import worker
+
+    return {name: worker._global_node.all_processes[name][0].process for name in names}
+
+
+def forget_ray() -> None:
+    """Keep Ray from saying goodbye, at exit, to processes that are gone: it would wait for them."""
+    import atexit
+
+    from ray._private import worker
+
+    atexit.unregister(worker.shutdown)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 import ray
 
@@ -20,11 +18,9 @@ from stretto.observe.manifest import Manifest, Status
 from stretto.observe.perfetto import write_trace
 from stretto.observe.progress import Progress
 from stretto.phase1 import Phase1
-from stretto.records import Records, Step
-from stretto.resume import locked
+from stretto.records import Records, Step, writing
+from stretto.stops import STOPS
 from stretto.types import PartitionPlan, StrettoError
-
-TERMINATE = signal.SIGTERM
 
 
 class Stopped(StrettoError):
@@ -43,7 +39,6 @@ class Run:
         """Updates whose training has ended; the cursor."""
         self.saved = first
         """Updates that the newest checkpoint holds."""
-        self.terminated = False
         self.plane, self.actor, self.rollout = cluster.plane, cluster.actor, cluster.rollout
         self.weights = WeightStore(config.staleness.max)
         self.tracer = build.tracer(config, "driver")
@@ -91,8 +86,8 @@ class Run:
             self._evaluate(self.done)
         for evaluation in self.rollout.evaluations(wait=self.done == self.last):
             self.records.evaluation(evaluation)
-        self.records.step(step, self.rollout.report(step.k))
-        if self.terminated:
+        self.records.step(step)
+        if STOPS.terminated:
             raise Stopped(f"ended by SIGTERM after update {self.done}; a checkpoint holds all of it")
 
     # Around the loop -----------------------------------------------------------------------------------------------
@@ -122,28 +117,32 @@ class Run:
 
     def _checkpoint_due(self) -> bool:
         every = self.config.checkpoint.every
-        return self.terminated or self.done == self.last or (every > 0 and self.done % every == 0)
+        return STOPS.terminated or self.done == self.last or (every > 0 and self.done % every == 0)
 
 
 @contextmanager
 def open_run(
     config: Config, sources: dict[str, str], progress: Progress, found: Found, place: machine.Placement
 ) -> Iterator[Run]:
-    """Start the processes of a run; end all of them on the way out, whatever happens, and record how it ended."""
+    """Start the processes of a run; end all of them on the way out, whatever happens, and record how it ended.
+
+    The caller holds the run folder (``resume.locked``).
+    """
     first = int(found.state["cursor"]) if found.path is not None else 0
     run_dir = Path(config.run.dir)
     source = open_source(config.data, "train")
     done = first
-    with locked(run_dir):
-        manifest = Manifest.start(
-            run_dir,
-            config=config.model_dump(mode="json"),
-            sources=sources,
-            seeds={"run.seed": config.run.seed},
-            model={"path": config.model.path},
-            data={"rows": len(source), "fingerprint": source.fingerprint()},
-            first_update=first,
-        )
+    with STOPS.held():
+        with writing(run_dir):
+            manifest = Manifest.start(
+                run_dir,
+                config=config.model_dump(mode="json"),
+                sources=sources,
+                seeds={"run.seed": config.run.seed},
+                model={"path": config.model.path},
+                data={"rows": len(source), "fingerprint": source.fingerprint()},
+                first_update=first,
+            )
         try:
             progress.note("starting Ray, the data plane, the actor and the rollout engine")
             with Cluster(config, place) as cluster, closing(Records(run_dir, first, progress)) as records:
@@ -153,32 +152,22 @@ def open_run(
                     model={"parameters": facts["actor"].pop("parameters")},
                     determinism={"mode": config.run.determinism, **facts},
                 )
-                with _terminating(run):
-                    run.begin(found)
-                    try:
-                        yield run
-                    finally:
-                        done = run.done
-                        run.tracer.flush()
+                run.begin(found)
+                STOPS.phase = "training"
+                try:
+                    yield run
+                finally:
+                    STOPS.phase = "ending"
+                    done = run.done
+                    run.tracer.flush()
         except BaseException as error:
+            STOPS.phase = "ending"
             status: Status = "interrupted" if isinstance(error, KeyboardInterrupt | Stopped) else "failed"
-            manifest.finish(status, updates_done=done, cause=f"{type(error).__name__}: {error}")
+            with suppress(OSError):  # the error that ended the run comes first
+                manifest.finish(status, updates_done=done, cause=f"{type(error).__name__}: {error}")
+                write_trace(run_dir / "events.jsonl", run_dir / "trace.json")
             raise
         else:
-            manifest.finish("finished", updates_done=done)
-        finally:
-            write_trace(run_dir / "events.jsonl", run_dir / "trace.json")
-
-
-@contextmanager
-def _terminating(run: Run) -> Iterator[None]:
-    """SIGTERM: finish the update in progress, checkpoint, end."""
-
-    def note(_signal: int, _frame: FrameType | None) -> None:
-        run.terminated = True
-
-    before = signal.signal(TERMINATE, note)
-    try:
-        yield
-    finally:
-        signal.signal(TERMINATE, before)
+            with writing(run_dir):
+                manifest.finish("finished", updates_done=done)
+                write_trace(run_dir / "events.jsonl", run_dir / "trace.json")

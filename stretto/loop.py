@@ -40,7 +40,7 @@ def train(run: Run) -> None:
 
             with step.timed("phase1"):
                 batch = run.phase1(k)
-            step.add(batch)
+            step.add(batch, run.rollout.report(k))  # refuses here a partition whose rewards failed: before it trains
             with step.timed("phase2"):
                 step.merge(run.actor.advantages(batch.records))
             with step.timed("phase3"):

@@ -18,7 +18,8 @@ from stretto.plane.protocol import DataPlane, Lease
 from stretto.schedule.packing import schedule_chunk
 from stretto.types import ChunkSchedule, GroupRecord, Mini
 
-Forward = Callable[[ChunkSchedule, tuple[GroupRecord, ...], Lease], None]
+Forward = Callable[[ChunkSchedule, Lease], Callable[[], None]]
+"""Has the actor fetch and forward a chunk, whose groups the lease holds; returns a call that waits until it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Phase1(Protocol):
 
 
 class WholeMini:
-    """One claim for the whole mini, then one forward a chunk."""
+    """One claim for the whole mini, then a forward for each chunk; the next is scheduled while one is forwarded."""
 
     def __init__(self, config: Config, plane: DataPlane, forward: Forward, tracer: Tracer):
         self.config = config
@@ -54,18 +55,20 @@ class WholeMini:
                 partition, consumer="actor", groups=groups, timeout_s=self.config.plane.fetch_timeout_s, mini=0
             )
         waited = time.monotonic() - begun
-        chunks = []
+        chunks, pending = [], []
         for index, chunk_groups in enumerate(chunk_ranges(self.config)):
-            records = tuple(lease.records[g] for g in chunk_groups)
+            part = lease.part(chunk_groups, chunk=index)
             chunk = schedule_chunk(
                 index,
-                records,
+                part.records,
                 ranks=self.config.actor.data_parallel,
                 max_tokens=self.config.actor.max_tokens_per_microbatch,
                 max_patches=self.config.actor.max_patches_per_microbatch,
             )
-            self.forward(chunk, records, lease)
+            pending.append(self.forward(chunk, part))
             chunks.append(chunk)
+        for finish in pending:
+            finish()
         mini = Mini(partition=partition, index=0, chunks=tuple(chunks))
         return Phase1Batch(mini=mini, records=lease.records, leases=(lease,), exposed_wait_s=waited)
 

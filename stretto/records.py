@@ -15,7 +15,7 @@ from stretto.observe.metrics import FingerprintWriter, MetricsWriter
 from stretto.observe.progress import Progress, StepReport
 from stretto.observe.raw import RawLog
 from stretto.phase1 import Phase1Batch
-from stretto.types import Evaluation
+from stretto.types import Evaluation, StrettoError
 
 
 class Step:
@@ -38,12 +38,13 @@ class Step:
             key = f"{name}_s"
             self.metrics[key] = self.metrics.get(key, 0.0) + time.monotonic() - begun
 
-    def add(self, batch: Phase1Batch) -> None:
-        """Counts of the partition and of its schedule."""
+    def add(self, batch: Phase1Batch, rollout: Mapping[str, Any]) -> None:
+        """Counts of the partition, of its schedule, and of the rollout side's report about it."""
         records, mini = batch.records, batch.mini
         lags = [r.partition - v for r in records for v in r.version_start]
         lengths = [n for r in records for n in r.response_tokens]
         truncated = [t for r in records for t in r.truncated]
+        self.metrics |= {name: v for name, v in rollout.items() if name.startswith(("rollout_", "reward_"))}
         self.metrics |= {
             "exposed_wait_s": batch.exposed_wait_s,
             "tokens": sum(r.tokens for r in records),
@@ -60,6 +61,17 @@ class Step:
         }
 
 
+@contextmanager
+def writing(run_dir: Path) -> Iterator[None]:
+    """Raises StrettoError where the body cannot write to the run folder: the disk is full, or not writable."""
+    try:
+        yield
+    except OSError as error:
+        raise StrettoError(
+            f"the run cannot write to {run_dir} ({error}): free space there, then resume from the last checkpoint"
+        ) from error
+
+
 class Records:
     """Writers of a run folder, opened at update ``first``: what an earlier session wrote of it and later ones is undone
     work and moves aside. ``evaluated``, ``rewards`` and ``tokens`` are those of this session.
@@ -67,10 +79,12 @@ class Records:
 
     def __init__(self, run_dir: Path, first: int, progress: Progress):
         self._progress = progress
-        self._metrics = MetricsWriter(run_dir, first)
-        self._fingerprints = FingerprintWriter(run_dir, first)
-        self._evaluations = UpdateLines(run_dir / "evaluations.jsonl", first + 1)
-        self._raw = RawLog(run_dir, first)
+        self._run_dir = run_dir
+        with writing(run_dir):
+            self._metrics = MetricsWriter(run_dir, first)
+            self._fingerprints = FingerprintWriter(run_dir, first)
+            self._evaluations = UpdateLines(run_dir / "evaluations.jsonl", first + 1)
+            self._raw = RawLog(run_dir, first)
         self._step_ended = math.nan
         self.evaluated: list[Evaluation] = []
         self.rewards: list[float] = []
@@ -81,29 +95,31 @@ class Records:
         self._step_ended = time.monotonic()
 
     def evidence(self, k: int, fingerprints: Mapping[str, str], raw: Mapping[str, Any]) -> None:
-        self._fingerprints.write(k, fingerprints)
-        self._raw.write(k, raw)
+        with writing(self._run_dir):
+            self._fingerprints.write(k, fingerprints)
+            self._raw.write(k, raw)
 
     def evaluation(self, result: Evaluation) -> None:
         self.evaluated.append(result)
         self._progress.evaluation(result)
-        self._evaluations.append(asdict(result) | {"exact_match": result.exact_match, "update": result.version})
+        with writing(self._run_dir):
+            self._evaluations.append(asdict(result) | {"exact_match": result.exact_match, "update": result.version})
 
     def evaluated_versions(self) -> set[int]:
         """Versions whose evaluation is on record, from earlier sessions too."""
         return {row["version"] for row in read_lines(self._evaluations.path)}
 
-    def step(self, step: Step, rollout: Mapping[str, Any]) -> None:
-        """Close update ``step.k``; ``rollout`` is the rollout side's report of the partition.
+    def step(self, step: Step) -> None:
+        """Close update ``step.k``.
 
         ``step_s`` is measured from the end of the update before: nothing is left out.
         """
         now = time.monotonic()
         step_s, self._step_ended = now - self._step_ended, now
         metrics: dict[str, Any] = step.metrics | {"step_s": step_s, "policy_version": step.k + 1}
-        metrics |= {name: v for name, v in rollout.items() if name.startswith(("rollout_", "reward_"))}
         metrics |= {f"{name}_per_s": metrics[name] / step_s for name in ("tokens", "response_tokens", "samples")}
-        self._metrics.write(step.k, metrics)
+        with writing(self._run_dir):
+            self._metrics.write(step.k, metrics)
         self.rewards.append(metrics.get("reward_mean", math.nan))
         self.tokens += metrics["tokens"]
         self._progress.step(

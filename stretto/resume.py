@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,23 @@ def find_checkpoint(config: Config, *, resume: bool) -> Found:
     """The checkpoint to go on from; none for a new run, or for one that ended before its first checkpoint.
 
     Raises:
-        StrettoError: the run folder holds a run and ``resume`` is not asked for, or the checkpoint was made under
-            other options; names each with both values.
+        StrettoError: the run folder holds a run and ``resume`` is not asked for; a checkpoint should be there and
+            is not, or none is whole; or the checkpoint was made under other options: names each with both values.
     """
     folder = Path(config.run.dir)
+    metrics = folder / "metrics.jsonl"
+    trained = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
     found = latest_valid(folder / "checkpoints", config.actor.data_parallel)
     if not resume:
-        if (folder / "metrics.jsonl").exists() or found.path is not None:
+        if trained or found.path is not None:
             raise StrettoError(
                 f"run.dir = {config.run.dir!r} already holds a run; add --resume to go on with it, or choose another "
                 "run.dir"
             )
         return Found(None, {}, ())
     if found.path is None:
-        return found  # killed before its first checkpoint: there is nothing to go on from, so it starts over
+        _refuse_unless_none_was_due(config, folder, trained, found)
+        return found  # ended before its first checkpoint: there is nothing to go on from, so it starts over
     if found.state["config_hash"] != config_hash(config):
         raise StrettoError(_other_options(found, folder, config))
     return found
@@ -84,6 +88,29 @@ def _flat(options: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def _refuse_unless_none_was_due(config: Config, folder: Path, trained: int, found: Found) -> None:
+    """Without a checkpoint a run may start over only where none is lost; ``trained`` updates are on record."""
+    broken = [f"{path.name}: {why}" for path, why in found.passed_over if path.suffix != ".tmp"]
+    if broken:
+        problem = "none of its checkpoints can be used:\n" + "".join(f"  {line}\n" for line in broken)
+    elif trained >= _first_checkpoint(config, folder):
+        problem = f"metrics.jsonl holds {trained} updates, but checkpoints/ holds no checkpoint; "
+    else:
+        return
+    raise StrettoError(
+        f"run.dir = {config.run.dir!r} cannot go on, {problem}mend what is there (or put a copy back), or start over "
+        "in another run.dir"
+    )
+
+
+def _first_checkpoint(config: Config, folder: Path) -> int:
+    """The update after which the run in ``folder`` saves first, as it was started: its options may change since."""
+    was = config.model_dump()
+    with suppress(StrettoError, LookupError):  # without a manifest that can be read, these options have to do
+        was = read_manifest(folder)["sessions"][-1]["config"]
+    return int(was["checkpoint"]["every"] or was["run"]["updates"])
+
+
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run folder; the lock ends with this process, however it ends.
@@ -103,8 +130,14 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def what_is_left(done: int, saved: int, updates: int, recipe: str) -> str:
-    """What a run that was stopped after ``done`` of ``updates`` has lost, and how to go on."""
+def again(recipe: str, sets: Iterable[str]) -> str:
+    """The command line that goes on with ``recipe`` and the same options, to be pasted into a shell."""
+    options = [word for option in sets for word in ("--set", option)]
+    return shlex.join(["stretto", "train", recipe, *options, "--resume"])
+
+
+def what_is_left(done: int, saved: int, updates: int, command: str) -> str:
+    """What a run that was stopped after ``done`` of ``updates`` has lost, and the ``command`` that goes on."""
     if saved == 0:
         state = "there is no checkpoint yet" + (f": all {done} are lost and will be trained again" if done else "")
     else:
@@ -112,7 +145,4 @@ def what_is_left(done: int, saved: int, updates: int, recipe: str) -> str:
             f"updates {saved + 1} to {done} are lost and will be trained again" if done > saved else "nothing is lost"
         )
         state = f"the newest checkpoint holds {saved}: {lost}"
-    return (
-        f"stopped after {done} of {updates} updates; {state}\n"
-        f"go on with: stretto train {recipe} --resume (and the same --set options)"
-    )
+    return f"stopped after {done} of {updates} updates; {state}\ngo on with: {command}"

@@ -80,6 +80,8 @@ def problem(path: Path, world: int | None = None) -> str:
         return f"{STATE} is missing: the save was cut short"
     except (ValueError, KeyError, TypeError, OSError) as error:
         return f"{STATE} is not readable ({type(error).__name__}: {error})"
+    if not isinstance(state.get("cursor"), int):
+        return f"{STATE} has no cursor: it does not say which partition is next"
     if format_ != FORMAT:
         return f"format {format_} is not the format {FORMAT} that this version reads"
     if world is not None and saved_world != world:

@@ -38,6 +38,7 @@ ABSTAINED = "abstained"
 START_LIMIT_S = 300.0
 START_ATTEMPTS = 3
 POLL_S = 0.1
+REAP_S = 1.0
 KEPT_TRACEBACKS = 20
 
 
@@ -309,20 +310,24 @@ class _Lane(threading.Thread):
 
 
 class _Process:
-    """One reward process and the connection to it; leader of a session, so that what it starts is killed with it."""
+    """One reward process and the connection to it; leader of a session, so that what it starts is killed with it. Its
+    guardian, which waits for the end of the pipe ``alive``, does that where this process is killed.
+    """
 
     def __init__(self, closing: threading.Event):
         self._closing = closing
         self._connection, theirs = Pipe()
         file = theirs.fileno()
+        ends, self._alive = os.pipe()
         # -P: the folder of the file must not become importable, its neighbours have names such as `reward`.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", reward_worker.__file__, str(file), str(os.getpid())],
-            pass_fds=(file,),
+            [sys.executable, "-P", reward_worker.__file__, str(file), str(ends), str(os.getpid())],
+            pass_fds=(file, ends),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
         theirs.close()
+        os.close(ends)
 
     def send(self, message: dict[str, Any]) -> None:
         """Raises ConnectionError where the process is gone."""
@@ -365,9 +370,19 @@ class _Process:
             with contextlib.suppress(ProcessLookupError):  # already reaped, as where SIGCHLD is ignored
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            os.close(self._alive)
+            self._reap_orphans()
         self._connection.close()
         code = self._process.returncode
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def _reap_orphans(self) -> None:
+        """Forget the killed members of its group, which are children of this process where it adopts orphans."""
+        deadline = time.monotonic() + REAP_S
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < deadline:
+                if os.waitpid(-self._process.pid, os.WNOHANG)[0] == 0:
+                    time.sleep(0.005)
 
 
 def _import_path() -> list[str]:

@@ -127,6 +127,17 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _guard(ends: int, connection: int) -> None:
+    """Fork a guardian, which kills this session, itself included, once the pipe ``ends`` has no writer any more: the
+    parent was killed, and what the reward function has started must not outlive it.
+    """
+    if os.fork() == 0:
+        os.close(connection)
+        os.read(ends, 1)
+        os.killpg(0, signal.SIGKILL)
+    os.close(ends)
+
+
 def serve(connection: Connection) -> None:
     """Setup, then jobs, until the other end closes the connection."""
     setup = connection.recv()
@@ -153,7 +164,9 @@ def serve(connection: Connection) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    file, parent = int(sys.argv[1]), int(sys.argv[2])
+    file, ends, parent = (int(argument) for argument in sys.argv[1:])
+    _guard(ends, file)
     _die_with_parent(parent)
     os.set_inheritable(file, False)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what it prints must survive a kill
     serve(Connection(file))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import wait_until_gone
 
 from stretto.compat import ray_on_loopback
 
@@ -32,3 +33,15 @@ def ray_session() -> Iterator[None]:
         )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run whose processes can be told by their environment; /dev/shm must be as before when it has ended."""
+    run = tmp_path / "run"
+    before = set(os.listdir("/dev/shm"))
+    monkeypatch.setenv("TEST_RUN", str(run))
+    yield run
+    monkeypatch.delenv("TEST_RUN")
+    wait_until_gone(run)
+    assert set(os.listdir("/dev/shm")) <= before

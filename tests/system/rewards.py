@@ -1,6 +1,8 @@
 """Reward functions that the system tests name in their recipes."""
 
 import re
+import subprocess
+import time
 
 
 def variety(response: str, answer: str) -> float:
@@ -8,12 +10,31 @@ def variety(response: str, answer: str) -> float:
     return len(set(response)) / 8
 
 
+def row_of(row_id: str) -> int:
+    return int(re.findall(r"\d+", row_id)[-1])
+
+
 def sometimes(response: str, answer: str, row_id: str) -> float:
-    """Fails for the samples of every fourth row."""
-    if int(re.findall(r"\d+", row_id)[-1]) % 4 == 0:
+    """Fails for the samples of every fourth row, and hangs for those of every eighth."""
+    if row_of(row_id) % 4 == 0:
         raise ValueError("no reward for this row")
+    if row_of(row_id) % 8 == 2:
+        time.sleep(600)
     return variety(response, answer)
 
 
-def never(response: str, answer: str) -> float:
-    raise RuntimeError("the grader is down")
+def fails_from_row_8(response: str, answer: str, row_id: str) -> float:
+    if row_of(row_id) >= 8:
+        raise RuntimeError("the grader is down")
+    return variety(response, answer)
+
+
+started: list[subprocess.Popen] = []
+
+
+def spawning(response: str, answer: str) -> float:
+    """The first call of a process prints, and starts another process."""
+    if not started:
+        print("a reward prints this")
+        started.append(subprocess.Popen(["sleep", "600"]))
+    return variety(response, answer)

@@ -156,8 +156,8 @@ def test_published_versions_are_hard_linked_from_the_previous_checkpoint(tmp_pat
 
         return call
 
-    a = saver.save(2, tensors(2), {}, {v: counted(v) for v in (0, 1)})
-    b = saver.save(3, tensors(3), {}, {v: counted(v) for v in (1, 2)})
+    a = saver.save(2, tensors(2), {"cursor": 2}, {v: counted(v) for v in (0, 1)})
+    b = saver.save(3, tensors(3), {"cursor": 3}, {v: counted(v) for v in (1, 2)})
     assert asked == [0, 1, 2]
     name = "published_000001.safetensors"
     assert os.path.samefile(a / name, b / name)

@@ -22,6 +22,7 @@ TOP = {
     "build",
     "cluster",
     "controller",
+    "embedded",
     "records",
     "resume",
     "evaluate",
@@ -31,6 +32,7 @@ TOP = {
     "phase1",
     "preflight",
     "sft",
+    "stops",
 }
 LEVEL = {unit: level for level, units in enumerate((BASE, SHARED, STAGES, SWITCHES, TOP)) for unit in units}
 

@@ -37,7 +37,14 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_reward_process_outlives_its_owner(how: signal.Signals, tmp_path: Path) -> None:
-    (tmp_path / "busy.py").write_text("def spin(response, answer):\n    open('spinning', 'w')\n    while True: pass\n")
+    (tmp_path / "busy.py").write_text(
+        "import subprocess\n"
+        "def spin(response, answer):\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        "    with open('spinning.new', 'w') as file: file.write(str(child.pid))\n"
+        "    __import__('os').rename('spinning.new', 'spinning')\n"
+        "    while True: pass\n"
+    )
     (tmp_path / "owner.py").write_text(OWNER)
     owner = subprocess.Popen(
         [sys.executable, "owner.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -45,7 +52,8 @@ def test_no_reward_process_outlives_its_owner(how: signal.Signals, tmp_path: Pat
     try:
         wait_for(lambda: (tmp_path / "spinning").exists(), 30)
         workers = psutil.Process(owner.pid).children(recursive=True)
-        assert len(workers) == 2
+        assert len(workers) == 5  # each with its guardian, and what the function has started
+        assert int((tmp_path / "spinning").read_text()) in {p.pid for p in workers}
         os.kill(owner.pid, how)
         output, _ = owner.communicate(timeout=10)
     finally:

@@ -1,0 +1,119 @@
+"""How runs end: by signals at any time, by the death of any process, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from processes import processes_of, wait_until_gone
+
+import runs
+
+pytestmark = pytest.mark.timeout(240)
+LIMIT_S = 10
+
+
+def ray_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("stretto-ray-*"))
+
+
+@pytest.fixture(autouse=True)
+def another_ray_is_named_in_the_environment(monkeypatch):
+    """No run may join it; nothing listens there, so that one that tried would fail."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "after_s"),
+    [
+        (signal.SIGTERM, 143, 0.3),
+        (signal.SIGINT, 130, 3.5),
+        pytest.param(signal.SIGTERM, 143, 6, marks=pytest.mark.long),
+    ],
+)
+def test_a_signal_while_ray_starts_ends_everything_within_ten_seconds(marked, tmp_path, number, code, after_s):
+    before = ray_folders()
+    process = runs.start(runs.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
+    runs.wait_for(process, "starting Ray")
+    time.sleep(after_s)
+    sent = time.monotonic()
+    for again in (number, signal.SIGTERM, signal.SIGINT):  # a second and a third one must not break cleaning up
+        os.killpg(process.pid, again) if again == signal.SIGINT else process.send_signal(again)
+        time.sleep(0.3)
+    output = runs.finish(process, LIMIT_S)
+    assert time.monotonic() - sent < LIMIT_S
+    assert process.returncode == code, output
+    assert output.count("\n") == 1 and "while it started" in output, output
+    wait_until_gone(marked, 0.5)
+    assert ray_folders() <= before
+    (session,) = json.loads((marked / "manifest.json").read_text())["sessions"]
+    assert session["status"] == "interrupted" and session["updates_done"] == 0
+
+
+def test_what_a_reward_started_ends_with_a_killed_driver_and_with_ctrl_c(marked, tmp_path):
+    """``rewards:spawning`` prints, and leaves a process behind with every sample of a new reward process."""
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    recipe = runs.recipe(
+        folder, reward={"function": "rewards:spawning"}, run={"dir": str(marked)}, checkpoint={"every": 1}
+    )
+    before = ray_folders()
+    process = runs.start(recipe, "--set", "run.updates=400")
+    output = runs.wait_for(process, "update 2/400")
+    assert "oken" not in output.replace("tokens/s", "") and "ray" not in output.lower().replace("starting ray", "")
+    assert any("sleep" in p.cmdline() for p in processes_of(marked))
+    process.kill()
+    wait_until_gone(marked)
+    process.communicate()
+    assert len(ray_folders() - before) == 1
+
+    process = runs.start(recipe, "--set", "run.updates=400", "--resume")
+    runs.wait_for(process, "update 4/400")
+    assert len(ray_folders() - before) == 1  # its own: what the killed run left is removed
+    assert any("sleep" in p.cmdline() for p in processes_of(marked))
+    pressed = time.monotonic()
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        time.sleep(0.4)
+    output = runs.finish(process, LIMIT_S)
+    assert time.monotonic() - pressed < LIMIT_S
+    assert process.returncode == 130 and "Traceback" not in output, output
+    assert f"stretto train '{recipe}' --set run.updates=400 --resume" in output
+    wait_until_gone(marked, 0.5)
+    assert ray_folders() <= before
+    assert "a reward prints this" in (marked / "logs/rollout.out").read_text()
+
+
+def test_gcs_killed_ends_the_run_within_seconds_with_the_cause(marked, tmp_path):
+    process = runs.start(runs.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
+    runs.wait_for(process, "update 2/400")
+    (victim,) = [p for p in processes_of(marked) if p.cmdline() and p.cmdline()[0].endswith("gcs_server")]
+    victim.kill()
+    killed = time.monotonic()
+    output = runs.finish(process, LIMIT_S)
+    assert time.monotonic() - killed < LIMIT_S
+    assert process.returncode == 1, output
+    assert output.splitlines()[-1] == (
+        "error: Ray's gcs_server process ended (SIGKILL); resume from the last checkpoint"
+    )
+    assert (marked / "logs/ray/raylet.out").exists()
+    wait_until_gone(marked, 0.5)
+
+
+def test_a_partition_over_the_limit_of_failed_rewards_is_neither_trained_nor_saved(tmp_path):
+    """Rewards fail from row 8 on, which is partition 1: update 1 is trained, and no other, also after a resume."""
+    recipe = runs.recipe(tmp_path, reward={"function": "rewards:fails_from_row_8"}, data={"shuffle": False})
+    run = tmp_path / "run"
+    for arguments in ([], ["--resume"]):
+        output = runs.train(recipe, *arguments, code=1)
+        assert "partition 1: 32 of 32 samples failed" in output and "the grader is down" in output
+        assert [row["update"] for row in runs.jsonl(run, "metrics.jsonl")] == [0]
+        assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_000001"]
+        assert not [e for e in runs.jsonl(run, "events.jsonl") if e["name"] == "actor.train" and e["partition"] == 1]
+        session = json.loads((run / "manifest.json").read_text())["sessions"][-1]
+        assert session["status"] == "failed" and "the grader is down" in session["cause"]
