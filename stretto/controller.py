@@ -64,14 +64,19 @@ class Run:
             yield Step(k)
 
     def publish(self, version: int, step: Step) -> None:
-        """Phase 4: offer ``version``. A skipped update counts, but moves no bytes: its version is the one before."""
+        """Phase 4: offer ``version``, and queue its evaluation, where one is due, before the partition that it makes.
+
+        A skipped update counts, but moves no bytes: its version has the weights of the one before.
+        """
         if step.metrics["update_skipped"]:
             self.weights.keep(version, self.weights[version - 1])
         else:
             self.weights.keep(version, self.actor.publish(version))
+        if self._evaluation_due(version):
+            self._evaluate(version)
 
     def after_step(self, step: Step) -> None:
-        """Evidence, checkpoint, evaluation, metrics and progress of an update.
+        """Evidence, checkpoint, metrics and progress of an update; the rollout side is at work meanwhile.
 
         Raises:
             Stopped: SIGTERM came; the checkpoint that it asked for is written.
@@ -82,8 +87,6 @@ class Run:
             with self.tracer.span("loop.checkpoint", update=step.k), step.timed("checkpoint"):
                 self.actor.save(self.done, self.weights.before(self.done))
                 self.saved = self.done
-        if self._evaluation_due(self.done):
-            self._evaluate(self.done)
         for evaluation in self.rollout.evaluations(wait=self.done == self.last):
             self.records.evaluation(evaluation)
         self.records.step(step)
@@ -108,7 +111,6 @@ class Run:
         self.records.begin()
 
     def _evaluate(self, version: int) -> None:
-        """Queue an evaluation of ``version``; it runs before the partition that this version generates."""
         self.rollout.evaluate("validation", self.config.eval.prompts, version, self.weights[version])
 
     def _evaluation_due(self, version: int) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+import transformers
 
 from stretto.actor.checkpoint import latest_valid, problem, read_tensors
 from stretto.config import Config, ModelConfig
@@ -21,6 +23,7 @@ def export(run_dir: Path, output: Path, step: int | None = None) -> Path:
     """
     if output.exists() and any(output.iterdir()):
         raise StrettoError(f"{output} is not empty; export to a new folder")
+    transformers.utils.logging.disable_progress_bar()
     checkpoint = _checkpoint(run_dir, step)
     model_config = _model_config(run_dir)
     family, model = load_family(model_config), load_model(model_config, 0)
@@ -50,10 +53,4 @@ def _checkpoint(run_dir: Path, step: int | None) -> Path:
 
 def _model_config(run_dir: Path) -> ModelConfig:
     """The model options that the run was started with: they find tokenizer, template and image processor."""
-    return Config.model_validate_json(_json(read_manifest(run_dir)["sessions"][-1]["config"]), strict=False).model
-
-
-def _json(value: object) -> str:
-    import json
-
-    return json.dumps(value)
+    return Config.model_validate_json(json.dumps(read_manifest(run_dir)["sessions"][-1]["config"])).model

@@ -31,13 +31,10 @@ if TYPE_CHECKING:
 def train(run: Run) -> None:
     """Train partitions ``run.first`` … ``run.last - 1``; the run's cursor is the next partition to train."""
     bound = run.config.staleness.max
-    started = run.first
+    for j in range(run.first, min(run.first + bound + 1, run.last)):
+        run.start_rollout(j)
     for k in range(run.first, run.last):
         with run.step(k) as step:
-            while started <= min(k + bound, run.last - 1):
-                run.start_rollout(started)
-                started += 1
-
             with step.timed("phase1"):
                 batch = run.phase1(k)
             step.add(batch, run.rollout.report(k))  # refuses here a partition whose rewards failed: before it trains
@@ -50,4 +47,6 @@ def train(run: Run) -> None:
             with step.timed("publish"):
                 run.publish(k + 1, step)
             run.plane.close(k)
+            if (j := k + 1 + bound) < run.last:  # the version that it waited for is there: rollout goes on at once
+                run.start_rollout(j)
         run.after_step(step)
