@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import actor_case
 import numpy as np
 import pytest
+import running
 import tiny
 import torch
 
-import runs
 from stretto import machine
 from stretto.actor.rank import ActorRankCore
 from stretto.models.batch import SampleInput
@@ -116,9 +116,9 @@ def test_sampling_noise_is_that_of_the_cpu_up_to_the_rounding_of_two_logarithms(
 def test_a_run_with_a_gpu_for_each_side_is_bit_identical_to_a_second_one(tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
-        runs.train(runs.recipe(tmp_path / name, run={"updates": 3}, cluster={"device": "cuda"}))
+        running.train(running.recipe(tmp_path / name, run={"updates": 3}, cluster={"device": "cuda"}))
     one, other = (tmp_path / name / "run" for name in ("one", "other"))
-    prints = runs.jsonl(one, "fingerprints.jsonl")
-    assert len(prints) == 3 and prints == runs.jsonl(other, "fingerprints.jsonl")
-    assert runs.numbers(one) == runs.numbers(other)
-    assert all(row["ratio_deviation_max"] == 0 for row in runs.numbers(one))
+    prints = running.jsonl(one, "fingerprints.jsonl")
+    assert len(prints) == 3 and prints == running.jsonl(other, "fingerprints.jsonl")
+    assert running.numbers(one) == running.numbers(other)
+    assert all(row["ratio_deviation_max"] == 0 for row in running.numbers(one))

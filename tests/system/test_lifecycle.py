@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+import running
 from processes import processes_of, wait_until_gone
-
-import runs
 
 pytestmark = pytest.mark.timeout(240)
 LIMIT_S = 10
@@ -38,14 +37,14 @@ def another_ray_is_named_in_the_environment(monkeypatch):
 )
 def test_a_signal_while_ray_starts_ends_everything_within_ten_seconds(marked, tmp_path, number, code, after_s):
     before = ray_folders()
-    process = runs.start(runs.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
-    runs.wait_for(process, "starting Ray")
+    process = running.start(running.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
+    running.wait_for(process, "starting Ray")
     time.sleep(after_s)
     sent = time.monotonic()
     for again in (number, signal.SIGTERM, signal.SIGINT):  # a second and a third one must not break cleaning up
         os.killpg(process.pid, again) if again == signal.SIGINT else process.send_signal(again)
         time.sleep(0.3)
-    output = runs.finish(process, LIMIT_S)
+    output = running.finish(process, LIMIT_S)
     assert time.monotonic() - sent < LIMIT_S
     assert process.returncode == code, output
     assert output.count("\n") == 1 and "while it started" in output, output
@@ -59,12 +58,12 @@ def test_what_a_reward_started_ends_with_a_killed_driver_and_with_ctrl_c(marked,
     """``rewards:spawning`` prints, and leaves a process behind with every sample of a new reward process."""
     folder = tmp_path / "with space"
     folder.mkdir()
-    recipe = runs.recipe(
+    recipe = running.recipe(
         folder, reward={"function": "rewards:spawning"}, run={"dir": str(marked)}, checkpoint={"every": 1}
     )
     before = ray_folders()
-    process = runs.start(recipe, "--set", "run.updates=400")
-    output = runs.wait_for(process, "update 2/400")
+    process = running.start(recipe, "--set", "run.updates=400")
+    output = running.wait_for(process, "update 2/400")
     assert "oken" not in output.replace("tokens/s", "") and "ray" not in output.lower().replace("starting ray", "")
     assert any("sleep" in p.cmdline() for p in processes_of(marked))
     process.kill()
@@ -72,15 +71,15 @@ def test_what_a_reward_started_ends_with_a_killed_driver_and_with_ctrl_c(marked,
     process.communicate()
     assert len(ray_folders() - before) == 1
 
-    process = runs.start(recipe, "--set", "run.updates=400", "--resume")
-    runs.wait_for(process, "update 4/400")
+    process = running.start(recipe, "--set", "run.updates=400", "--resume")
+    running.wait_for(process, "update 4/400")
     assert len(ray_folders() - before) == 1  # its own: what the killed run left is removed
     assert any("sleep" in p.cmdline() for p in processes_of(marked))
     pressed = time.monotonic()
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
         time.sleep(0.4)
-    output = runs.finish(process, LIMIT_S)
+    output = running.finish(process, LIMIT_S)
     assert time.monotonic() - pressed < LIMIT_S
     assert process.returncode == 130 and "Traceback" not in output, output
     assert f"stretto train '{recipe}' --set run.updates=400 --resume" in output
@@ -90,12 +89,12 @@ def test_what_a_reward_started_ends_with_a_killed_driver_and_with_ctrl_c(marked,
 
 
 def test_gcs_killed_ends_the_run_within_seconds_with_the_cause(marked, tmp_path):
-    process = runs.start(runs.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
-    runs.wait_for(process, "update 2/400")
+    process = running.start(running.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
+    running.wait_for(process, "update 2/400")
     (victim,) = [p for p in processes_of(marked) if p.cmdline() and p.cmdline()[0].endswith("gcs_server")]
     victim.kill()
     killed = time.monotonic()
-    output = runs.finish(process, LIMIT_S)
+    output = running.finish(process, LIMIT_S)
     assert time.monotonic() - killed < LIMIT_S
     assert process.returncode == 1, output
     assert output.splitlines()[-1] == (
@@ -107,13 +106,13 @@ def test_gcs_killed_ends_the_run_within_seconds_with_the_cause(marked, tmp_path)
 
 def test_a_partition_over_the_limit_of_failed_rewards_is_neither_trained_nor_saved(tmp_path):
     """Rewards fail from row 8 on, which is partition 1: update 1 is trained, and no other, also after a resume."""
-    recipe = runs.recipe(tmp_path, reward={"function": "rewards:fails_from_row_8"}, data={"shuffle": False})
+    recipe = running.recipe(tmp_path, reward={"function": "rewards:fails_from_row_8"}, data={"shuffle": False})
     run = tmp_path / "run"
     for arguments in ([], ["--resume"]):
-        output = runs.train(recipe, *arguments, code=1)
+        output = running.train(recipe, *arguments, code=1)
         assert "partition 1: 32 of 32 samples failed" in output and "the grader is down" in output
-        assert [row["update"] for row in runs.jsonl(run, "metrics.jsonl")] == [0]
+        assert [row["update"] for row in running.jsonl(run, "metrics.jsonl")] == [0]
         assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_000001"]
-        assert not [e for e in runs.jsonl(run, "events.jsonl") if e["name"] == "actor.train" and e["partition"] == 1]
+        assert not [e for e in running.jsonl(run, "events.jsonl") if e["name"] == "actor.train" and e["partition"] == 1]
         session = json.loads((run / "manifest.json").read_text())["sessions"][-1]
         assert session["status"] == "failed" and "the grader is down" in session["cause"]

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import running
 import torch
 from processes import processes_of, wait_until_gone
 from safetensors.torch import load_file
 from transformers import Qwen3VLForConditionalGeneration
 
-import runs
 from stretto.observe.names import METRICS, SPANS
 from stretto.observe.raw import read_raw
 from stretto.observe.spans import overlap
@@ -26,19 +26,19 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def straight_run(folder: Path, staleness: int) -> Path:
-    runs.train(runs.recipe(folder, staleness={"max": staleness}))
+    running.train(running.recipe(folder, staleness={"max": staleness}))
     return folder / "run"
 
 
 def stopped_and_resumed_run(folder: Path, staleness: int, stop_after: int) -> Path:
     """The same run, asked to end (SIGTERM) after ``stop_after`` updates or a little later, and resumed."""
-    recipe = runs.recipe(folder, staleness={"max": staleness})
-    process = runs.start(recipe)
-    runs.wait_for(process, f"update {stop_after}/5")
+    recipe = running.recipe(folder, staleness={"max": staleness})
+    process = running.start(recipe)
+    running.wait_for(process, f"update {stop_after}/5")
     process.send_signal(signal.SIGTERM)
-    output = runs.finish(process)
+    output = running.finish(process)
     assert process.returncode == 143 and "nothing is lost" in output, output
-    runs.train(recipe, "--resume")
+    running.train(recipe, "--resume")
     return folder / "run"
 
 
@@ -56,11 +56,11 @@ def straight(tmp_path_factory):
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    prints = runs.jsonl(one, "fingerprints.jsonl")
+    prints = running.jsonl(one, "fingerprints.jsonl")
     assert len(prints) == 5 and len({p["parameters"] for p in prints}) == 5
-    assert prints == runs.jsonl(other, "fingerprints.jsonl")
-    assert runs.numbers(one) == runs.numbers(other)
-    assert runs.jsonl(one, "evaluations.jsonl") == runs.jsonl(other, "evaluations.jsonl")
+    assert prints == running.jsonl(other, "fingerprints.jsonl")
+    assert running.numbers(one) == running.numbers(other)
+    assert running.jsonl(one, "evaluations.jsonl") == running.jsonl(other, "evaluations.jsonl")
     masters = [load_file(r / "checkpoints/step_000005/masters.safetensors") for r in (one, other)]
     assert masters[0].keys() == masters[1].keys()
     assert all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0])
@@ -90,7 +90,7 @@ def test_partition_k_is_generated_by_version_k_minus_s(straight, staleness):
     for k in range(5):
         raw = read_raw(straight(staleness), k)
         assert set(raw["version_start"]) == set(raw["version_end"]) == {max(0, k - staleness)}
-    assert [m["staleness_max"] for m in runs.jsonl(straight(staleness), "metrics.jsonl")] == [
+    assert [m["staleness_max"] for m in running.jsonl(straight(staleness), "metrics.jsonl")] == [
         min(k, staleness) for k in range(5)
     ]
 
@@ -107,7 +107,7 @@ def test_generation_of_the_next_partition_overlaps_training_at_s_1_and_never_at_
 
 def test_the_ratio_is_one_and_every_sample_is_trained_once(straight):
     for staleness in (0, 1, 2):
-        for k, row in enumerate(runs.jsonl(straight(staleness), "metrics.jsonl")):
+        for k, row in enumerate(running.jsonl(straight(staleness), "metrics.jsonl")):
             assert row["ratio_deviation_max"] == 0 and row["update_skipped"] == 0
             assert row["samples"] == 32 and row["failed_samples"] == 0
             assert read_raw(straight(staleness), k)["global_index"].tolist() == list(range(32))
@@ -118,7 +118,7 @@ def test_a_run_leaves_the_records_that_the_docs_name(straight):
     events = read_events(run / "events.jsonl")
     assert {e["name"] for e in events if e["type"] == "span"} <= set(SPANS)
     assert {e["process"] for e in events} >= {"driver", "rollout", "actor0"}
-    for row in runs.jsonl(run, "metrics.jsonl"):
+    for row in running.jsonl(run, "metrics.jsonl"):
         assert set(row) <= set(METRICS)
     trace = json.loads((run / "trace.json").read_text())["traceEvents"]
     assert {e["name"] for e in trace if e["ph"] == "X"} >= {"rollout.generate", "actor.train", "loop.step"}
@@ -130,8 +130,8 @@ def test_a_run_leaves_the_records_that_the_docs_name(straight):
 
 
 def test_export_writes_a_directory_that_from_pretrained_loads(straight, tmp_path):
-    process = runs.start(straight(1), str(tmp_path / "model"), command="export")
-    assert "exported" in runs.finish(process) and process.returncode == 0
+    process = running.start(straight(1), str(tmp_path / "model"), command="export")
+    assert "exported" in running.finish(process) and process.returncode == 0
     model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "model", dtype=torch.float32)
     masters = load_file(straight(1) / "checkpoints/step_000005/masters.safetensors")
     assert all(torch.equal(p, masters[name]) for name, p in model.named_parameters())
@@ -146,37 +146,37 @@ def listening(processes: list[psutil.Process]) -> set[str]:
 
 
 def test_ctrl_c_ends_within_ten_seconds_says_what_is_lost_and_can_be_resumed(marked, tmp_path):
-    recipe = runs.recipe(tmp_path, checkpoint={"every": 2}, run={"dir": str(marked), "updates": 40})
-    process = runs.start(recipe)
-    runs.wait_for(process, "update 3/40")
+    recipe = running.recipe(tmp_path, checkpoint={"every": 2}, run={"dir": str(marked), "updates": 40})
+    process = running.start(recipe)
+    running.wait_for(process, "update 3/40")
     assert len(processes_of(marked)) > 4
     assert listening(processes_of(marked)) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     pressed = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
-    output = runs.finish(process, 10)
+    output = running.finish(process, 10)
     assert time.monotonic() - pressed < 10
     assert process.returncode == 130, output
     assert "the newest checkpoint holds" in output and "--resume" in output and "Traceback" not in output
     wait_until_gone(marked, 10 - (time.monotonic() - pressed))
-    rows = runs.jsonl(marked, "metrics.jsonl")
+    rows = running.jsonl(marked, "metrics.jsonl")
     assert [row["update"] for row in rows] == list(range(len(rows)))
     (session,) = json.loads((marked / "manifest.json").read_text())["sessions"]
     assert session["status"] == "interrupted"
-    resumed = runs.start(recipe, "--resume")
-    runs.wait_for(resumed, f"update {len(rows) + 2}/40")
+    resumed = running.start(recipe, "--resume")
+    running.wait_for(resumed, f"update {len(rows) + 2}/40")
     resumed.send_signal(signal.SIGTERM)
-    runs.finish(resumed)
-    assert [r["update"] for r in runs.jsonl(marked, "metrics.jsonl")][: len(rows)] == list(range(len(rows)))
+    running.finish(resumed)
+    assert [r["update"] for r in running.jsonl(marked, "metrics.jsonl")][: len(rows)] == list(range(len(rows)))
 
 
 @pytest.mark.parametrize("side", ["RolloutProcess", "ActorProcess", "LedgerActor"])
 def test_a_killed_process_ends_the_run_within_seconds_with_its_first_cause(marked, tmp_path, side):
-    process = runs.start(runs.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
-    runs.wait_for(process, "update 2/400")
+    process = running.start(running.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
+    running.wait_for(process, "update 2/400")
     (victim,) = [p for p in processes_of(marked) if p.cmdline()[:1] and side in p.cmdline()[0]]
     victim.kill()
     killed = time.monotonic()
-    output = runs.finish(process, 30)
+    output = running.finish(process, 30)
     assert time.monotonic() - killed < 20
     assert process.returncode == 1 and "died" in output and "Traceback" not in output, output
 
@@ -186,8 +186,8 @@ def test_failed_rewards_are_rows_without_weight_and_a_hanging_one_is_cut_at_its_
     row. The run goes on with the others.
     """
     begun = time.monotonic()
-    runs.train(
-        runs.recipe(
+    running.train(
+        running.recipe(
             tmp_path,
             reward={"function": "rewards:sometimes", "timeout_s": 0.3},
             data={"shuffle": False},
@@ -196,7 +196,7 @@ def test_failed_rewards_are_rows_without_weight_and_a_hanging_one_is_cut_at_its_
         )
     )
     assert time.monotonic() - begun < 100
-    rows = runs.jsonl(tmp_path / "run", "metrics.jsonl")
+    rows = running.jsonl(tmp_path / "run", "metrics.jsonl")
     assert [(row["samples"], row["reward_raised"], row["reward_timed_out"]) for row in rows] == [(32, 8, 4)] * 2
     for k, row in enumerate(rows):
         assert row["failed_samples"] == 12
@@ -207,8 +207,8 @@ def test_failed_rewards_are_rows_without_weight_and_a_hanging_one_is_cut_at_its_
 
 
 def test_text_one_image_and_many_images_train_in_one_batch(tmp_path):
-    runs.train(
-        runs.recipe(
+    running.train(
+        running.recipe(
             tmp_path,
             data={"layout": "mixed", "digits": 3},
             rollout={"max_response_tokens": 10},
@@ -217,19 +217,19 @@ def test_text_one_image_and_many_images_train_in_one_batch(tmp_path):
     )
     events = read_events(tmp_path / "run/events.jsonl")
     assert {e["images"] for e in events if e["name"] == "processor.process"} >= {0, 1, 3}
-    for row in runs.jsonl(tmp_path / "run", "metrics.jsonl"):
+    for row in running.jsonl(tmp_path / "run", "metrics.jsonl"):
         assert np.isfinite([row["loss"], row["grad_norm"]]).all() and row["grad_norm"] > 0
 
 
 def test_everything_wrong_with_a_recipe_is_said_at_once_before_anything_starts(tmp_path):
-    recipe = runs.recipe(
+    recipe = running.recipe(
         tmp_path,
         actor={"lr": "fast", "chunks_per_mini": 3},
         rollout={"n_sampels_per_prompt": 4},
         reward={"function": "no_such_module:f"},
     )
     begun = time.monotonic()
-    output = runs.train(recipe, code=2)
+    output = running.train(recipe, code=2)
     assert time.monotonic() - begun < 20
     for words in ("actor.lr", "n_samples_per_prompt"):
         assert words in output
@@ -237,8 +237,8 @@ def test_everything_wrong_with_a_recipe_is_said_at_once_before_anything_starts(t
 
 
 def test_batch_options_that_no_prompt_fits_are_refused_before_anything_starts(tmp_path):
-    output = runs.train(
-        runs.recipe(
+    output = running.train(
+        running.recipe(
             tmp_path,
             actor={"max_tokens_per_microbatch": 12, "max_patches_per_microbatch": 4},
             rollout={"max_response_tokens": 3},
@@ -252,4 +252,4 @@ def test_batch_options_that_no_prompt_fits_are_refused_before_anything_starts(tm
 
 def test_a_run_folder_in_use_is_not_overwritten(straight):
     recipe = straight(1).parent / "recipe.toml"
-    assert "--resume" in runs.train(recipe, code=1)
+    assert "--resume" in running.train(recipe, code=1)
