@@ -1,6 +1,7 @@
 """What every test runs under: one torch thread, no network, none of the caller's options."""
 
 import os
+import signal
 
 # Before torch, tokenizers or a hub client is imported; a process that a test starts inherits them.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -10,6 +11,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 for _name in [name for name in os.environ if name.startswith("STRETTO_")]:
     del os.environ[_name]
+
+# Started in the background of a script, everything ignores Ctrl-C, and so would the commands that the tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from hypothesis import settings  # noqa: E402
 
