@@ -39,7 +39,7 @@ if [[ -z ${TORCH_INDEX+set} ]]; then
         say "no GPU: torch comes from $TORCH_INDEX"
     else
         TORCH_INDEX=
-        say "$cpu_index can not be reached: torch comes from the plain registry (often a CUDA build of several GB)"
+        say "$cpu_index can not be reached: torch comes from the plain registry, often as a CUDA build of several GB; TORCH_INDEX=URL names another index"
     fi
 fi
 

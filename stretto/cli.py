@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -73,6 +72,11 @@ def _train(config: Config, sources: dict[str, str], resume: bool, go_on: str) ->
         print(f"passed over {path.name}: {why}")
     begun = time.monotonic()
     first = int(found.state["cursor"]) if found.path else 0
+    if first >= config.run.updates:
+        print(f"finished: the run in {config.run.dir} has trained all of its {config.run.updates} updates")
+        return
+    if resume and found.path is None:
+        print(f"nothing to go on from in {config.run.dir}: training starts at update 1")
     run: controller.Run | None = None
     try:
         with (
@@ -86,12 +90,12 @@ def _train(config: Config, sources: dict[str, str], resume: bool, go_on: str) ->
         print(what_is_left(run.done, run.saved, config.run.updates, go_on), file=sys.stderr)
         raise typer.Exit(STOPS.exit_code) from None
     records = run.records
-    evaluated = records.evaluated
+    evaluated = records.evaluations()
     print(
         summary(
             updates=config.run.updates - first,
             wall_s=time.monotonic() - begun,
-            rewards=records.rewards,
+            rewards=records.rewards(),
             tokens=records.tokens,
             run_dir=config.run.dir,
             before=evaluated[0] if evaluated else None,
@@ -188,8 +192,7 @@ def main() -> None:
         print("The recipe cannot run as it is:", *(f"- {p}" for p in error.problems), sep="\n", file=sys.stderr)
         raise SystemExit(2) from None
     except StrettoError as error:
-        width = shutil.get_terminal_size().columns
-        print("-" * min(width, 40), f"error: {error}", sep="\n", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
 
 

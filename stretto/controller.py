@@ -104,7 +104,7 @@ class Run:
             for version, buckets in read_published(found.path).items():
                 self.weights.keep(version, [ray.put(bucket) for bucket in buckets])
         self.weights.keep(self.first, self.actor.publish(self.first))
-        recorded = self.records.evaluated_versions()
+        recorded = {evaluation.version for evaluation in self.records.evaluations()}
         for version in self.weights:
             if self._evaluation_due(version) and version not in recorded:
                 self._evaluate(version)

@@ -37,6 +37,8 @@ def export(run_dir: Path, output: Path, step: int | None = None) -> Path:
 
 def _checkpoint(run_dir: Path, step: int | None) -> Path:
     folder = run_dir / "checkpoints"
+    if not folder.is_dir():
+        raise StrettoError(f"{run_dir} is not the folder of a run that has saved a checkpoint; name its run.dir")
     if step is None:
         found = latest_valid(folder)
         if found.path is None:
@@ -44,7 +46,7 @@ def _checkpoint(run_dir: Path, step: int | None) -> Path:
             raise StrettoError(f"{run_dir} holds no whole checkpoint{reasons}")
         return found.path
     path = folder / f"step_{step:06d}"
-    why = problem(path)
+    why = problem(path) if path.is_dir() else "there is no such checkpoint"
     if why:
         there = ", ".join(sorted(p.name for p in folder.glob("step_*"))) or "none"
         raise StrettoError(f"{path} cannot be exported: {why}; checkpoints there: {there}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.observe.lineage import UpdateLines, read_lines
-from stretto.observe.metrics import FingerprintWriter, MetricsWriter
+from stretto.observe.metrics import FingerprintWriter, MetricsWriter, read_metrics
 from stretto.observe.progress import Progress, StepReport
 from stretto.observe.raw import RawLog
 from stretto.phase1 import Phase1Batch
@@ -74,7 +74,7 @@ def writing(run_dir: Path) -> Iterator[None]:
 
 class Records:
     """Writers of a run folder, opened at update ``first``: what an earlier session wrote of it and later ones is undone
-    work and moves aside. ``evaluated``, ``rewards`` and ``tokens`` are those of this session.
+    work and moves aside. ``tokens`` are those of this session.
     """
 
     def __init__(self, run_dir: Path, first: int, progress: Progress):
@@ -86,8 +86,6 @@ class Records:
             self._evaluations = UpdateLines(run_dir / "evaluations.jsonl", first + 1)
             self._raw = RawLog(run_dir, first)
         self._step_ended = math.nan
-        self.evaluated: list[Evaluation] = []
-        self.rewards: list[float] = []
         self.tokens = 0.0
 
     def begin(self) -> None:
@@ -100,14 +98,19 @@ class Records:
             self._raw.write(k, raw)
 
     def evaluation(self, result: Evaluation) -> None:
-        self.evaluated.append(result)
         self._progress.evaluation(result)
         with writing(self._run_dir):
             self._evaluations.append(asdict(result) | {"exact_match": result.exact_match, "update": result.version})
 
-    def evaluated_versions(self) -> set[int]:
-        """Versions whose evaluation is on record, from earlier sessions too."""
-        return {row["version"] for row in read_lines(self._evaluations.path)}
+    def evaluations(self) -> list[Evaluation]:
+        """Those on record, from earlier sessions too, without their examples."""
+        fields = ("split", "version", "correct", "total")
+        return [Evaluation(**{name: row[name] for name in fields}) for row in read_lines(self._evaluations.path)]
+
+    def rewards(self) -> list[float]:
+        """Mean reward of every update of the surviving run, NaN where there was none."""
+        means = [row.get("reward_mean") for row in read_metrics(self._run_dir)]
+        return [math.nan if mean is None else mean for mean in means]
 
     def step(self, step: Step) -> None:
         """Close update ``step.k``.
@@ -120,12 +123,11 @@ class Records:
         metrics |= {f"{name}_per_s": metrics[name] / step_s for name in ("tokens", "response_tokens", "samples")}
         with writing(self._run_dir):
             self._metrics.write(step.k, metrics)
-        self.rewards.append(metrics.get("reward_mean", math.nan))
         self.tokens += metrics["tokens"]
         self._progress.step(
             StepReport(
                 update=step.k,
-                reward=self.rewards[-1],
+                reward=metrics.get("reward_mean", math.nan),
                 tokens_per_s=metrics["tokens_per_s"],
                 staleness=metrics["staleness_mean"],
                 step_s=step_s,

@@ -71,11 +71,36 @@ OPTIONS = options()
 BLOCKS = tuple(_blocks())
 
 
+FIELD_NAMES = {
+    "learning_rate": "actor.lr",
+    "batch_size": "rollout.prompts_per_partition",
+    "train_batch_size": "rollout.prompts_per_partition",
+    "rollout_batch_size": "rollout.prompts_per_partition",
+    "num_generations": "rollout.n_samples_per_prompt",
+    "group_size": "rollout.n_samples_per_prompt",
+    "max_new_tokens": "rollout.max_response_tokens",
+    "max_completion_length": "rollout.max_response_tokens",
+    "max_steps": "run.updates",
+    "steps": "run.updates",
+    "total_steps": "run.updates",
+    "output_dir": "run.dir",
+    "clip_range": "algorithm.clip_low",
+    "clip_eps": "algorithm.clip_low",
+    "max_grad_norm": "actor.grad_clip",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "eval.every",
+    "model_name_or_path": "model.path",
+}
+"""What other trainers call an option, by key alone."""
+
+
 def suggest(name: str) -> list[str]:
     """The options that a misspelled dotted name may mean, at least one: a key of that very name in other blocks,
     else the nearest key of the named block, else the nearest of all options.
     """
     block, dot, key = name.lower().partition(".")
+    if known := FIELD_NAMES.get(key if dot else block):
+        return [known]
     same_key = [option for option in OPTIONS if option.split(".")[1] == (key if dot else block)]
     if same_key:
         near_block = difflib.get_close_matches(block, [option.split(".")[0] for option in same_key], n=1) if dot else []

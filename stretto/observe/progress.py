@@ -114,8 +114,8 @@ def summary(
             share = f"{result.correct} of {result.total} {result.split} prompts"
             lines.append(f"exact match {label:<8}{result.exact_match:6.1%}  ({share}, policy version {result.version})")
     finite = [r for r in rewards if math.isfinite(r)]
-    if finite:
-        course, n = sparkline(rewards, ascii_only=ascii_only), min(5, len(finite))
+    if len(finite) > 1:
+        course, n = sparkline(rewards, ascii_only=ascii_only), min(5, len(finite) // 2)
         first, last = math.fsum(finite[:n]) / n, math.fsum(finite[-n:]) / n
         lines.append(f"reward              {course}  {first:.3f} -> {last:.3f} (first and last {n} updates)")
     speed = f", {tokens / wall_s:,.0f} tokens/s" if wall_s > 0 else ""

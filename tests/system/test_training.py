@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -38,7 +39,8 @@ def stopped_and_resumed_run(folder: Path, staleness: int, stop_after: int) -> Pa
     process.send_signal(signal.SIGTERM)
     output = running.finish(process)
     assert process.returncode == 143 and "nothing is lost" in output, output
-    running.train(recipe, "--resume")
+    summary = running.train(recipe, "--resume")
+    assert re.search(r"exact match before .*policy version 0\)", summary), summary
     return folder / "run"
 
 
@@ -253,3 +255,4 @@ def test_batch_options_that_no_prompt_fits_are_refused_before_anything_starts(tm
 def test_a_run_folder_in_use_is_not_overwritten(straight):
     recipe = straight(1).parent / "recipe.toml"
     assert "--resume" in running.train(recipe, code=1)
+    assert "finished: the run" in running.train(recipe, "--resume")

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from stretto.checks import check, check_machine, shown
 from stretto.config import ActorConfig, Config, ModelConfig, RolloutConfig
-from stretto.settings import OPTIONS, load, suggest
+from stretto.settings import FIELD_NAMES, OPTIONS, load, suggest
 from stretto.types import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -469,3 +469,12 @@ def test_a_run_folder_that_can_not_be_written_is_refused(tmp_path, monkeypatch):
 def test_several_machine_problems_come_together(monkeypatch):
     found = machine_problems(["model.path=./nothing", "reward.function=nope"], monkeypatch, {0})
     assert [p.split(" ")[0] for p in found] == ["cluster.actor_cores", "model.path", "reward.function"]
+
+
+def test_what_other_trainers_call_an_option_is_understood():
+    (problem,) = problems(sets=[MODEL, "actor.learning_rate=0.1"])
+    assert "did you mean actor.lr?" in problem
+
+
+def test_every_name_of_other_trainers_stands_for_an_option():
+    assert set(FIELD_NAMES.values()) <= OPTIONS.keys()
