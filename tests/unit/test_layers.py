@@ -19,12 +19,15 @@ STAGES = {"data", "rollout", "plane", "actor"}
 SWITCHES = {"switches"}
 PROOFS = {"parity", "bench"}  # read run folders, start runs through the CLI or build
 TOP = {
+    "actor_ranks",
     "build",
     "cluster",
     "controller",
     "embedded",
     "records",
+    "remote",
     "resume",
+    "rollout_process",
     "evaluate",
     "export",
     "loop",
@@ -50,7 +53,10 @@ WITHIN_BASE = {
 IMPLEMENTATIONS = {"stretto.rollout.hf", "stretto.plane.ray_plane"}
 EXCEPTIONS = {
     ("stretto.sft", "stretto.rollout.hf"): "validates with the very module that it trains, whatever engine a run uses",
-    ("stretto.cluster", "stretto.plane.ray_plane"): "hosts the producer's side of a plane in a Ray actor of its own",
+    ("stretto.cluster", "stretto.plane.ray_plane"): "owns the ledger's process",
+    ("stretto.actor_ranks", "stretto.plane.ray_plane"): "hands the consumers' side to Ray actors",
+    ("stretto.rollout_process", "stretto.plane.ray_plane"): "hosts the producer's side of a plane in a Ray actor",
+    ("stretto.remote", "stretto.plane.ray_plane"): "knows how Ray wraps an error",
 }
 
 
