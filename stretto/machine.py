@@ -25,40 +25,89 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
+class Share:
+    """What one process of a side owns: ``cores`` to be pinned to (empty: not pinned), and torch ``threads`` (0: torch's
+    own choice)."""
+
+    cores: tuple[int, ...]
+    threads: int
+
+
+@dataclass(frozen=True)
 class Placement:
-    """Cores (empty: not pinned, on a cluster) and device of each side."""
+    """Cores (empty: not pinned, on a cluster) of each side and of its processes, and the device of both.
+
+    ``ranks``: one share a data-parallel actor rank. ``replicas``: one an engine replica. ``note`` says why ``auto``
+    chose the CPU.
+    """
 
     actor_cores: tuple[int, ...]
     rollout_cores: tuple[int, ...]
     device: Literal["cpu", "cuda"]
+    ranks: tuple[Share, ...] = ()
+    replicas: tuple[Share, ...] = ()
+    note: str = ""
 
 
 def placement(config: Config) -> Placement:
     """Resolve ``cluster.*``. Sides without named cores share out, half and half, what is left of this machine's.
 
     Raises:
-        ConfigError: ``device = "cuda"`` where actor and rollout cannot have a GPU each.
+        ConfigError: ``device = "cuda"`` where actor ranks and engine replicas cannot have a GPU each.
     """
     cluster = config.cluster
+    ranks, replicas = config.actor.data_parallel, replica_count(config)
+    device, note = _device(config, ranks, replicas)
     if cluster.address:
-        return Placement(cluster.actor_cores, cluster.rollout_cores, "cpu" if cluster.device == "cpu" else "cuda")
-    named = set(cluster.actor_cores) | set(cluster.rollout_cores)
-    free = sorted(os.sched_getaffinity(0) - named)
-    half = (len(free) + 1) // 2
-    actor = cluster.actor_cores or tuple(free[:half] if not cluster.rollout_cores else free)
-    rollout = cluster.rollout_cores or tuple(free[half:] if not cluster.actor_cores else free)
-    device: Literal["cpu", "cuda"] = "cpu"
-    if cluster.device != "cpu":
-        gpus = _gpu_count()
-        if cluster.device == "cuda" and gpus < 2:
-            raise ConfigError(
-                [
-                    f'cluster.device = "cuda": actor and rollout need a GPU each, and {gpus} can be seen here; make '
-                    'two visible (CUDA_VISIBLE_DEVICES) or set cluster.device = "cpu"'
-                ]
-            )
-        device = "cuda" if gpus >= 2 else "cpu"
-    return Placement(actor, rollout, device)
+        actor, rollout = cluster.actor_cores, cluster.rollout_cores
+    else:
+        named = set(cluster.actor_cores) | set(cluster.rollout_cores)
+        free = sorted(os.sched_getaffinity(0) - named)
+        half = (len(free) + 1) // 2
+        actor = cluster.actor_cores or tuple(free[:half] if not cluster.rollout_cores else free)
+        rollout = cluster.rollout_cores or tuple(free[half:] if not cluster.actor_cores else free)
+    return Placement(actor, rollout, device, shares(actor, ranks), shares(rollout, replicas), note)
+
+
+def replica_count(config: Config) -> int:
+    return int(getattr(config.rollout, "replicas", 1))
+
+
+def shares(cores: tuple[int, ...], parts: int) -> tuple[Share, ...]:
+    """Cut ``cores`` into ``parts`` runs of one length: the number of threads changes the last bits of a product, so all
+    parts have the same, and cores that are left over stay with the side's other threads. Where there are fewer cores
+    than parts, all parts share all of them, with one thread each: a second one would only wait for its turn.
+    """
+    each = len(cores) // parts
+    if not cores:
+        return (Share((), 0),) * parts
+    if not each:
+        return (Share(cores, 1),) * parts
+    return tuple(Share(cores[i * each : (i + 1) * each], each) for i in range(parts))
+
+
+def _device(config: Config, ranks: int, replicas: int) -> tuple[Literal["cpu", "cuda"], str]:
+    """Every rank and every replica needs a GPU of its own; with the reason where ``auto`` falls back to the CPU."""
+    asked = config.cluster.device
+    if asked == "cpu":
+        return "cpu", ""
+    if config.cluster.address:  # the GPUs of other machines can not be seen from here; Ray waits for them
+        return "cuda", ""
+    gpus, needed = _gpu_count(), ranks + replicas
+    need = (
+        f"actor.data_parallel = {ranks} and rollout.replicas = {replicas} need a GPU each, so {needed}, "
+        f"and {gpus} can be seen here"
+    )
+    if gpus >= needed:
+        return "cuda", ""
+    if asked == "cuda":
+        raise ConfigError(
+            [
+                f'cluster.device = "cuda": {need}; make more visible (CUDA_VISIBLE_DEVICES), lower one of the two, '
+                'or set cluster.device = "cpu"'
+            ]
+        )
+    return "cpu", f'cluster.device = "auto" chose the CPU: {need}'
 
 
 def _gpu_count() -> int:
@@ -72,8 +121,9 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def settle(cores: tuple[int, ...], determinism: Literal["exact", "fast"]) -> dict[str, Any]:
-    """Pin this process to ``cores``, with as many torch threads; make its results repeat where ``exact`` asks for it.
+def settle(cores: tuple[int, ...], determinism: Literal["exact", "fast"], threads: int = 0) -> dict[str, Any]:
+    """Pin this process to ``cores``, with as many torch threads (or ``threads``); make its results repeat where
+    ``exact`` asks for it.
 
     Must run before the process does any work. Returns what was set, for the manifest.
     """
@@ -82,7 +132,7 @@ def settle(cores: tuple[int, ...], determinism: Literal["exact", "fast"]) -> dic
 
     if cores:
         os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
+        torch.set_num_threads(threads or len(cores))
     transformers.utils.logging.disable_progress_bar()
     if determinism == "exact":
         # cuBLAS picks its workspace, and with it the order of sums, at first use.
