@@ -48,7 +48,23 @@ class ModelConfig(Block):
 
 
 class DataConfig(Block):
-    source: Literal["digits"] = Field("digits", description="built-in data set: sums of handwritten digits")
+    source: Literal["digits", "files"] = Field(
+        "digits", description="digits: built-in sums of handwritten digits; files: your own JSONL and Parquet files"
+    )
+    train_files: tuple[Folder, ...] = Field((), description="files to train on, .jsonl or .parquet")
+    validation_files: tuple[Folder, ...] = Field((), description="files of the validation split")
+    test_files: tuple[Folder, ...] = Field((), description="files of the test split, for `stretto eval`")
+    image_folder: Folder = Field("", description="folder of relative image paths; empty: that of the data file")
+    prompt_column: str = Field("prompt", description="column of the prompt: a string or chat messages")
+    images_column: str = Field("images", description="column of the list of images; rows without it have none")
+    answer_column: str = Field("answer", description="column of the answer; empty: rows have none")
+    source_column: str = Field("", description="column that names where a row comes from; empty: its file's name")
+    id_column: str = Field("", description="column of unique row ids; empty: file name and row number")
+    bad_rows: Literal["fail", "skip"] = Field("fail", description="what rows that cannot be used do to a run")
+    overlong_prompts: Literal["fail", "skip"] = Field("skip", description="what too long prompts do to a run")
+    max_prompt_tokens: NonNegativeInt = Field(
+        0, description="longest prompt, image tokens included; 0: what fits a microbatch beside a full response"
+    )
     digits: int = Field(2, ge=1, le=16, description="digits shown per prompt")
     worked: bool = Field(False, description="answers work the sum out step by step (longer) when true")
     layout: Literal["one-image", "many-images", "text", "mixed"] = Field(

@@ -40,12 +40,13 @@ class Prompt:
     """One row of a data set, before any processing.
 
     ``messages`` are chat messages (``{"role": ..., "content": [{"type": "text", "text": ...}, {"type": "image"}]}``);
-    every ``image`` part takes the next entry of ``images`` (uint8 RGB arrays [height, width, 3]).
+    every ``image`` part takes the next entry of ``images`` (uint8 RGB arrays [height, width, 3]; those of files are
+    decoded when they are asked for, each time).
     """
 
     row_id: str
     messages: tuple[dict, ...]
-    images: tuple[np.ndarray, ...] = ()
+    images: Sequence[np.ndarray] = ()
     answer: str = ""
     source: str = ""
 
@@ -254,6 +255,12 @@ class Evaluation:
 
 class StrettoError(Exception):
     """An error that ends a run with one clear message; the CLI prints it without a traceback."""
+
+
+class CollectiveError(StrettoError):
+    """An actor rank could not finish an operation with its siblings. Mostly a consequence: the cause is what happened
+    to the sibling, and is reported in its place where it is known.
+    """
 
 
 class ConfigError(StrettoError):

@@ -22,7 +22,10 @@ DECIDED = """
 run.dir="runs/default" run.seed=0 run.updates=150 run.determinism="exact"
 model.path="" model.config=unset model.dtype="float32" model.attention="sdpa" model.min_pixels=1024
 model.max_pixels=1048576
-data.source="digits" data.digits=2 data.worked=false data.layout="one-image" data.labelled_images=60 data.shuffle=true
+data.source="digits" data.train_files=[] data.validation_files=[] data.test_files=[] data.image_folder=""
+data.prompt_column="prompt" data.images_column="images" data.answer_column="answer" data.source_column=""
+data.id_column="" data.bad_rows="fail" data.overlong_prompts="skip" data.max_prompt_tokens=0
+data.digits=2 data.worked=false data.layout="one-image" data.labelled_images=60 data.shuffle=true
 rollout.engine="hf" rollout.prompts_per_partition=64 rollout.n_samples_per_prompt=8 rollout.groups_per_decode_batch=32
 rollout.max_response_tokens=16 rollout.temperature=1.0 rollout.top_p=1.0 rollout.top_k=0 rollout.stop=[]
 reward.function="exact_match" reward.timeout_s=10.0 reward.workers=1 reward.max_failed_fraction=0.5

@@ -132,7 +132,7 @@ def jpeg() -> bytes:
         (Image.new("F", (4, 4)), "mode 'F'"),
         (Image.new("I", (4, 4)), "mode 'I'"),
         (Image.new("LAB", (4, 4)), "mode 'LAB'"),
-        ({"bytes": None, "path": None}, "type dict"),
+        ({"bytes": None, "path": None}, "neither its bytes nor its path"),
         (7, "type int"),
     ],
 )
