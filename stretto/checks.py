@@ -147,6 +147,13 @@ def _sampling(config: Config, reader: Reader) -> Iterator[Problem]:
 
 
 def _batches(config: Config, reader: Reader) -> Iterator[Problem]:
+    if config.actor.layout == "shared" and config.actor.gradient_checkpointing:
+        yield reader.problem(
+            "actor.layout",
+            "actor.gradient_checkpointing",
+            why="what is recomputed in the backward would find no keys and values of the shared prompt; set layout to "
+            '"auto" or "padded"',
+        )
     groups, chunks = config.rollout.prompts_per_partition, config.actor.chunks_per_mini
     if groups % chunks:
         fitting = ", ".join(str(d) for d in range(1, groups + 1) if groups % d == 0)
@@ -172,19 +179,19 @@ def machine_problems(config: Config, origins: Mapping[str, str]) -> list[Problem
     """As ``check_machine``, with the names of the options that each problem is about."""
     reader = Reader(config, origins)
     return [
-        *_machine_cores(config, reader),
-        *_model_folder(config, reader),
-        *_reward_function(config, reader),
-        *_run_folder(config, reader),
+        *machine_cores(config, reader),
+        *model_folder(config, reader),
+        *reward_function(config, reader),
+        *run_folder(config, reader),
     ]
 
 
-def _machine_cores(config: Config, reader: Reader) -> Iterator[Problem]:
+def machine_cores(config: Config, reader: Reader) -> Iterator[Problem]:
     cluster = config.cluster
     if cluster.address:  # the cores of another machine can not be seen from here
         return
     usable = os.sched_getaffinity(0)
-    have = f"this process may use {len(usable)} core{'s' if len(usable) > 1 else ''} ({_ranges(usable)})"
+    have = f"this process may use {len(usable)} core{'s' if len(usable) > 1 else ''} ({ranges(usable)})"
     if len(usable) < 2:
         yield reader.problem(
             "cluster.actor_cores",
@@ -203,7 +210,7 @@ def _machine_cores(config: Config, reader: Reader) -> Iterator[Problem]:
             yield reader.problem(f"cluster.{name}", why=f"{have}, so none is left for the other side; name fewer")
 
 
-def _ranges(numbers: set[int]) -> str:
+def ranges(numbers: set[int]) -> str:
     """``0-3, 6`` for {0, 1, 2, 3, 6}."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
@@ -221,7 +228,7 @@ def is_local_path(path: str) -> bool:
     return os.path.exists(path) or ("/" in path and Path(path).parent.is_dir())
 
 
-def _model_folder(config: Config, reader: Reader) -> Iterator[Problem]:
+def model_folder(config: Config, reader: Reader) -> Iterator[Problem]:
     path = config.model.path
     if not path or not is_local_path(path):
         return
@@ -258,7 +265,7 @@ def _has_sizes(recipe: Path) -> bool:
     return isinstance(model, dict) and "config" in model
 
 
-def _reward_function(config: Config, reader: Reader) -> Iterator[Problem]:
+def reward_function(config: Config, reader: Reader) -> Iterator[Problem]:
     function = config.reward.function
     if function == "exact_match":
         return
@@ -290,7 +297,7 @@ def _module_exists(module: str) -> bool:
     return True
 
 
-def _run_folder(config: Config, reader: Reader) -> Iterator[Problem]:
+def run_folder(config: Config, reader: Reader) -> Iterator[Problem]:
     """Makes the folder and a file in it, which is the one sure way to know, and removes what it made."""
     if not config.run.dir.strip():
         return

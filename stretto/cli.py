@@ -105,6 +105,27 @@ def _train(config: Config, sources: dict[str, str], resume: bool, go_on: str) ->
 
 
 @app.command()
+def doctor(
+    recipe: Recipe,
+    set_: Sets = None,
+    resume: Annotated[bool, typer.Option(help="Check what `train --resume` would go on from.")] = False,
+) -> None:
+    """Check a recipe against this machine, its model and its data, and list everything wrong with the remedy.
+
+    Asks what `train` asks before it starts, and more. Starts no run and leaves nothing behind.
+
+    Exit code 0: it can run. 2: the recipe is wrong. 1: machine, model, data, reward or run folder do not fit it.
+    """
+    from stretto.doctor import show
+    from stretto.preflight import examine
+    from stretto.resume import again
+
+    found = examine(recipe, set_ or (), thorough=True, resume=resume)
+    show(found, again(str(recipe), set_ or (), resume=resume))
+    raise typer.Exit(found.exit_code)
+
+
+@app.command()
 def sft(
     recipe: Recipe,
     output: Annotated[Path, typer.Argument(help="Folder for the model (Hugging Face format).")],
@@ -190,7 +211,7 @@ def main() -> None:
         app()
     except ConfigError as error:
         print("The recipe cannot run as it is:", *(f"- {p}" for p in error.problems), sep="\n", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(error.exit_code) from None
     except StrettoError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import ValidationError
 
@@ -120,20 +120,31 @@ def locked(run_dir: Path) -> Iterator[None]:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise StrettoError(
-                f"run.dir = {str(run_dir)!r} is in use by a run that is still going; wait for it, stop it, or choose "
-                "another run.dir"
-            ) from None
+        _lock(file, run_dir)
         yield
 
 
-def again(recipe: str, sets: Iterable[str]) -> str:
+def refuse_if_locked(run_dir: Path) -> None:
+    """As ``locked``, but the folder is neither made nor held."""
+    if (run_dir / "lock").is_file():
+        with (run_dir / "lock").open() as file:
+            _lock(file, run_dir)
+
+
+def _lock(file: IO[str], run_dir: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise StrettoError(
+            f"run.dir = {str(run_dir)!r} is in use by a run that is still going; wait for it, stop it, or choose "
+            "another run.dir"
+        ) from None
+
+
+def again(recipe: str, sets: Iterable[str], *, resume: bool = True) -> str:
     """The command line that goes on with ``recipe`` and the same options, to be pasted into a shell."""
     options = [word for option in sets for word in ("--set", option)]
-    return shlex.join(["stretto", "train", recipe, *options, "--resume"])
+    return shlex.join(["stretto", "train", recipe, *options, *(["--resume"] if resume else [])])
 
 
 def what_is_left(done: int, saved: int, updates: int, command: str) -> str:

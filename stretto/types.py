@@ -31,6 +31,9 @@ from typing import Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+FailureKind = Literal["abstained", "raised", "timed_out", "died", "nonfinite", "unscored"]
+"""Why a sample has no reward: its function returned None, raised, overran its limit, took its process down or gave NaN;
+or the engine had failed or aborted the response."""
 Split = Literal["train", "validation", "test", "labelled"]
 """Part of a data set; ``labelled`` is the part of ``train`` whose answers supervised training may see."""
 
@@ -88,12 +91,13 @@ class Response:
 @dataclass(frozen=True, kw_only=True)
 class Score:
     """A reward. ``valid = False`` marks a sample whose reward failed: zero loss weight, outside its group's
-    statistics, counted in the metrics. ``value`` is then 0.0 and ``error`` holds the reason.
+    statistics, counted in the metrics. ``value`` is then 0.0, ``error`` holds the reason and ``failure`` its kind.
     """
 
     value: float
     valid: bool = True
     error: str | None = None
+    failure: FailureKind | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,12 +185,14 @@ class Microbatch:
 class ChunkSchedule:
     """The recorded schedule of one chunk: ``ranks[dp][i]`` is the i-th microbatch of data-parallel rank dp.
 
-    Every rank has equally many microbatches. ``fill`` is real tokens / laid-out tokens over all microbatches.
+    Every rank has equally many microbatches. ``layout``: ``padded`` has a row of prompt + response for every sample;
+    ``shared`` has each prompt once, and a row for every response. ``fill`` is real tokens / laid-out tokens over all
+    microbatches.
     """
 
     chunk: int
     groups: tuple[int, ...]
-    layout: Literal["padded"]
+    layout: Literal["padded", "shared"]
     ranks: tuple[tuple[Microbatch, ...], ...]
     fill: float
 
@@ -264,8 +270,12 @@ class CollectiveError(StrettoError):
 
 
 class ConfigError(StrettoError):
-    """Everything wrong with a configuration, all at once."""
+    """Everything wrong with a configuration, all at once.
 
-    def __init__(self, problems: Sequence[str]):
+    ``exit_code`` of the command: 2 where the recipe itself is wrong, 1 where it does not fit what it meets.
+    """
+
+    def __init__(self, problems: Sequence[str], exit_code: int = 2):
         self.problems = list(problems)
+        self.exit_code = exit_code
         super().__init__("\n".join(self.problems))

@@ -23,6 +23,7 @@ TOP = {
     "build",
     "cluster",
     "controller",
+    "doctor",
     "embedded",
     "records",
     "remote",

@@ -46,8 +46,8 @@ def test_problems_of_every_round_are_reported_together(tmp_path):
         folder=tmp_path,
     )
     assert [p.split(" ")[0] for p in found] == [
-        "actor.lrr", "run.updates", "rollout.n_samples_per_prompt", "cluster.rollout_cores", "reward.function",
-        "rollout.max_response_tokens",
+        "actor.lrr", "run.updates", "rollout.n_samples_per_prompt", "cluster.rollout_cores",
+        "rollout.max_response_tokens", "reward.function",
     ]  # fmt: skip
 
 

@@ -1,0 +1,122 @@
+"""All that can be known about a run before any of its processes is started, asked in one go.
+
+A check is a list of topics. ``stretto train`` asks them at its start (``checked``), ``stretto doctor`` asks the same
+ones and those that take long (``examine(thorough = True)``): what one of the two refuses, the other refuses too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.checks import Problem
+from stretto.config import Config
+from stretto.preflight.batch import batch
+from stretto.preflight.capacity import disk, memory
+from stretto.preflight.case import Case, Fact, Finding, Line, Topic
+from stretto.preflight.data import data, forward
+from stretto.preflight.folder import folder, going_on
+from stretto.preflight.machine import machine
+from stretto.preflight.model import model
+from stretto.preflight.reward import reward
+from stretto.settings import OPTIONS, Resolved, resolve
+from stretto.types import ConfigError
+
+__all__ = ["Examination", "checked", "examine"]
+
+TOPICS = (
+    Topic("machine", machine, ("cluster.", "actor.data_parallel", "rollout.replicas")),
+    Topic("model", model, ("model.",)),
+    Topic("data", data, ("model.", "data.")),
+    Topic("forward", forward, ("model.", "data.")),
+    Topic("batches", batch, ("model.", "data."), exit_code=2, training=True),
+    Topic("reward", reward, ("reward.", "data."), training=True),
+    Topic("memory", memory, ("model.", "cluster.", "staleness.", "plane.", "actor.data_parallel"), training=True),
+    Topic("run folder", folder, ("run.dir",)),
+    Topic("disk", disk, ("model.", "run.", "checkpoint.", "staleness."), training=True),
+    Topic("resume", going_on, ("",), training=True, thorough=True),
+)
+"""In this order: later ones use what earlier ones have loaded."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """A config and everything that was found about it.
+
+    ``config`` has the defaults in place of values that are wrong; ``sources`` says where each came from.
+    """
+
+    config: Config
+    sources: dict[str, str]
+    findings: tuple[Finding, ...]
+
+    @property
+    def problems(self) -> list[Problem]:
+        return [problem for finding in self.findings for problem in finding.problems]
+
+    @property
+    def exit_code(self) -> int:
+        """0: nothing is wrong; 2: the recipe is; 1: the recipe is sound, but not for this machine, model or data."""
+        return max((finding.exit_code for finding in self.findings if finding.problems), default=0)
+
+
+def checked(
+    recipe: Path | None, sets: Sequence[str] = (), environ: Mapping[str, str] = os.environ, *, training: bool = True
+) -> tuple[Config, dict[str, str]]:
+    """``stretto.settings.load``, and everything else that can be asked before a start.
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
+    found = examine(recipe, sets, environ, training=training)
+    if found.problems:
+        raise ConfigError([problem.text for problem in found.problems], exit_code=found.exit_code)
+    return found.config, found.sources
+
+
+def examine(
+    recipe: Path | None,
+    sets: Sequence[str] = (),
+    environ: Mapping[str, str] = os.environ,
+    *,
+    training: bool = True,
+    thorough: bool = False,
+    resume: bool = False,
+) -> Examination:
+    """Ask every topic whose options are sound. Starts reward processes and ends them; leaves nothing behind."""
+    resolved = resolve(recipe, sets, environ, training=training)
+    case = Case(resolved.config, resolved.sources, training=training, thorough=thorough, resume=resume)
+    findings = [Finding("options", tuple(_options(resolved)), exit_code=2)]
+    doubtful = set(resolved.doubtful)
+    for topic in TOPICS:
+        if (topic.training and not training) or (topic.thorough and not thorough):
+            continue
+        finding = Finding(topic.name, tuple(_asked(topic, case, resolved, doubtful)), topic.exit_code)
+        doubtful.update(name for problem in finding.problems for name in problem.names)
+        findings.append(finding)
+    return Examination(resolved.config, resolved.sources, tuple(findings))
+
+
+def _options(resolved: Resolved) -> Iterator[Line]:
+    given = [origin for name, origin in resolved.sources.items() if name in OPTIONS and origin != "default"]
+    kinds = {kind: sum(origin.split(" ")[0] == kind for origin in given) for kind in ("file", "environment", "--set")}
+    counted = ", ".join(f"{count} by {kind}" for kind, count in kinds.items() if count)
+    yield Fact(f"{len(given)} of {len(OPTIONS)} set" + (f" ({counted})" if counted else ""))
+    for text in resolved.problems:
+        yield Problem((), text)
+
+
+def _asked(topic: Topic, case: Case, resolved: Resolved, doubtful: set[str]) -> Iterator[Line]:
+    """What a topic finds, but for what is said of options that are doubtful already: it would only repeat that."""
+    if resolved.unread:
+        yield Fact("not looked at, since the recipe can not be read")
+        return
+    doubts = sorted(name for name in doubtful if name.startswith(topic.needs))
+    if topic.name == "resume" and not resolved.problems:  # what the machine lacks does not change the options
+        doubts = [name for name in doubts if name == "run.dir"]
+    if doubts:
+        yield Fact(f"not looked at, since {doubts[0]} is wrong")
+        return
+    yield from (line for line in topic.ask(case) if not (isinstance(line, Problem) and doubtful & set(line.names)))

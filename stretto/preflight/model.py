@@ -1,0 +1,38 @@
+"""The model: its folder, its tokenizer and processor, its size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.checks import model_folder
+from stretto.preflight.case import Case, Fact, Line, problems_of, size
+from stretto.types import ConfigError
+
+
+def model(case: Case) -> Iterator[Line]:
+    missing = list(model_folder(case.config, case.reader))
+    yield from missing
+    if missing:
+        return
+    from stretto.models.loading import load_family
+
+    try:
+        case.family = load_family(case.config.model)
+    except ConfigError as error:
+        yield from problems_of(error, case.model_name)
+        return
+    if case.thorough:
+        parameters, version = sizes(case)
+        where = case.config.model.path or "random weights by model.config"
+        yield Fact(
+            f"{where}: {parameters:,} parameters, {size(version)} a version in {case.config.model.dtype}; "
+            f"{len(case.family.tokenizer):,} ids"
+        )
+
+
+def sizes(case: Case) -> tuple[int, int]:
+    """Parameters of the model, and bytes of one published version."""
+    from stretto.models.loading import DTYPES, weight_bytes
+
+    published = weight_bytes(case.config.model)
+    return published // DTYPES[case.config.model.dtype].itemsize, published
