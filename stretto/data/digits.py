@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -77,6 +77,9 @@ class Digits:
         digest.update(self.images.tobytes())
         digest.update(self.digits.tobytes())
         return digest.hexdigest()
+
+    def facts(self) -> dict[str, Any]:
+        return {"rows": len(self), "fingerprint": self.fingerprint()}
 
 
 def answer(digits: list[int], worked: bool) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
 
 from stretto.config import DataConfig
+from stretto.data.check import Gauge
 from stretto.data.digits import Digits
+from stretto.data.files import open_files
 from stretto.types import Prompt, Split
 
 
@@ -25,11 +29,28 @@ class Source(Protocol):
         """Hash of everything that decides the content of every row; equal fingerprints, equal prompts."""
         ...
 
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says of it: ``rows``, ``fingerprint``, and counts of what was left out."""
+        ...
 
-def open_source(cfg: DataConfig, split: Split) -> Source:
+
+def open_source(
+    cfg: DataConfig,
+    split: Split,
+    gauge: Gauge | None = None,
+    folder: Path | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> Source:
     """The ``split`` of the data set that ``cfg`` names: train, validation, test, or labelled (for the warm-start).
 
+    Rows of files are checked against ``gauge``, which they need, and what is found is kept in ``folder``; see
+    ``files.open_files``. The built-in data set needs neither.
+
     Raises:
-        ConfigError: options that the data set cannot meet.
+        ConfigError: options that the data set cannot meet, or rows that cannot be used.
     """
-    return Digits(cfg, split)
+    if cfg.source == "digits":
+        return Digits(cfg, split)
+    if gauge is None:
+        raise ValueError("rows of files are checked against a model: open them with a gauge")
+    return open_files(cfg, split, gauge, folder, note)

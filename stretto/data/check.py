@@ -1,0 +1,220 @@
+"""Every row of a split, looked at before a run starts: read, its images decoded, its tokens counted.
+
+What is found is kept in the run folder, so that a resumed run and the rollout process need not look again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from stretto.data.images import Images
+from stretto.data.tables import BadRow, Changed
+from stretto.types import Prompt, StrettoError
+
+ROWS_AT_ONCE = 32
+SHOWN = 20
+"""Refused rows that an error lists."""
+REPORT_S = 5.0
+"""Seconds between two reports of how far the check is."""
+
+Report = Callable[[int, int], None]
+"""Told how many rows of how many have been checked, every few seconds."""
+FileState = tuple[str, int, int]
+"""Path as it was looked up, size in bytes, time of the last change in ns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """A largest number, and the options that set it in words."""
+
+    most: int
+    set_by: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gauge:
+    """What a model makes of prompts: how long they are, and how long they may be.
+
+    ``tokens`` and ``patches`` see images as arrays of the right shape without content. ``key`` names the model's way of
+    reading: equal keys, equal counts.
+    """
+
+    tokens: Callable[[Prompt], int]
+    patches: Callable[[Prompt], int]
+    max_tokens: Limit | None
+    max_patches: Limit | None
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A row that is not used. ``overlong``: sound, but above a limit; ``bad``: anything else."""
+
+    row_id: str
+    kind: Literal["bad", "overlong"]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A row that can be used: its prompt's tokens, its image patches, and the files that its images come from."""
+
+    tokens: int
+    patches: int
+    files: tuple[FileState, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCheck:
+    """What became of every row: ``usable`` row numbers in order (from 0, over all files of the split), and the others.
+
+    ``files`` are the image files outside the rows, each once; ``tokens`` and ``patches`` the most of any usable row.
+    """
+
+    rows: int
+    usable: tuple[int, ...]
+    refused: tuple[Refusal, ...]
+    files: tuple[FileState, ...]
+    tokens: int
+    patches: int
+
+    def count(self, kind: str) -> int:
+        return sum(refusal.kind == kind for refusal in self.refused)
+
+
+ReadRow = Callable[[int], Prompt]
+
+
+def check_rows(
+    rows: int,
+    read: ReadRow,
+    row_id: Callable[[int], str],
+    gauge: Gauge,
+    report: Report = lambda *_: None,
+    threads: int | None = None,
+) -> RowCheck:
+    """Look at rows 0 to ``rows`` - 1 as ``read`` gives them. Changes nothing; twice gives the same.
+
+    Args:
+        row_id: the name of a row that cannot be read.
+        threads: at work together; images are decoded without the interpreter's lock. Default: the cores of this
+            process, at most 8.
+    """
+    lock = threading.Lock()  # tokenizers are not made for several threads
+    tracker = _Reporter(rows, report)
+
+    def chunk(first: int) -> list[Measured | Refusal]:
+        found = [_looked_at(read, row_id, i, gauge, lock) for i in range(first, min(first + ROWS_AT_ONCE, rows))]
+        tracker.done(len(found))
+        return found
+
+    pool = ThreadPoolExecutor(threads or min(8, len(os.sched_getaffinity(0))), thread_name_prefix="rows")
+    try:
+        found = [row for part in pool.map(chunk, range(0, rows, ROWS_AT_ONCE)) for row in part]
+    finally:
+        pool.shutdown(cancel_futures=True)
+    good = [(i, row) for i, row in enumerate(found) if isinstance(row, Measured)]
+    return RowCheck(
+        rows=rows,
+        usable=tuple(i for i, _ in good),
+        refused=tuple(row for row in found if isinstance(row, Refusal)),
+        files=tuple(sorted({file for _, row in good for file in row.files})),
+        tokens=max((row.tokens for _, row in good), default=0),
+        patches=max((row.patches for _, row in good), default=0),
+    )
+
+
+def _looked_at(
+    read: ReadRow, row_id: Callable[[int], str], index: int, gauge: Gauge, lock: threading.Lock
+) -> Measured | Refusal:
+    name = ""
+    try:
+        prompt = read(index)
+        name = prompt.row_id
+        files = tuple(file_states(prompt.images)) if isinstance(prompt.images, Images) else ()
+        sized = replace(prompt, images=[_shape_of(image) for image in prompt.images])
+        patches = gauge.patches(sized)
+        with lock:
+            tokens = gauge.tokens(sized)
+    except (Changed, MemoryError):  # these say nothing of the row
+        raise
+    except StrettoError as error:
+        name = name or getattr(error, "row_id", "") or row_id(index)
+        return Refusal(row_id=name, kind="bad", reason=_without_name(str(error), name))
+    except Exception as error:  # whatever a library raises, it says that this row cannot be used
+        return Refusal(row_id=name or row_id(index), kind="bad", reason=f"{type(error).__name__}: {error}")
+    for count, limit, unit in ((tokens, gauge.max_tokens, "tokens"), (patches, gauge.max_patches, "image patches")):
+        if limit is not None and count > limit.most:
+            with_images = ", image tokens included" if unit == "tokens" and len(prompt.images) else ""
+            reason = f"{count} {unit}{with_images}; the limit is {limit.most} ({limit.set_by})"
+            return Refusal(row_id=name, kind="overlong", reason=reason)
+    return Measured(tokens=tokens, patches=patches, files=files)
+
+
+def _shape_of(image: np.ndarray) -> np.ndarray:
+    """The same shape without the memory."""
+    return np.broadcast_to(np.uint8(0), image.shape)
+
+
+def _without_name(message: str, row_id: str) -> str:
+    return message.removeprefix(f"row {row_id}").removeprefix(",").removeprefix(":").strip()
+
+
+def file_states(images: Images) -> Iterator[FileState]:
+    """Of the files that images of a row are read from. Raises StrettoError where one is not there."""
+    for path in images.files():
+        yield file_state(path)
+
+
+def file_state(path: Path) -> FileState:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise BadRow(f"{path}: {error.strerror}") from error
+    return str(path), status.st_size, status.st_mtime_ns
+
+
+class _Reporter:
+    def __init__(self, rows: int, report: Report):
+        self._rows, self._report = rows, report
+        self._done, self._due = 0, time.monotonic() + REPORT_S
+        self._lock = threading.Lock()
+
+    def done(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            if time.monotonic() >= self._due:
+                self._due = time.monotonic() + REPORT_S
+                self._report(self._done, self._rows)
+
+
+def problems(split: str, found: RowCheck, policies: dict[str, str]) -> list[str]:
+    """Why no run may start with what was found, under the policy ("fail" or "skip") of each kind of refusal."""
+    told = []
+    for kind, option in (("bad", "data.bad_rows"), ("overlong", "data.overlong_prompts")):
+        rows = [r for r in found.refused if r.kind == kind]
+        if rows and policies[kind] == "fail":
+            what = "cannot be used" if kind == "bad" else "have a prompt that is too long"
+            told.append(
+                f'{option} = "fail": {len(rows):,} of {found.rows:,} {split} rows {what}; mend them, or leave them out '
+                f'with {option} = "skip"{_few(rows)}'
+            )
+    if not told and not found.usable:
+        told.append(f"none of {found.rows:,} {split} rows can be used; a run needs at least one{_few(found.refused)}")
+    return told
+
+
+def _few(rows: Sequence[Refusal]) -> str:
+    lines = [f"row {r.row_id}: {r.reason}" for r in rows[:SHOWN]]
+    if len(rows) > SHOWN:
+        lines.append(f"and {len(rows) - SHOWN:,} more")
+    return "".join(f"\n    {line}" for line in lines)
