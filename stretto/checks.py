@@ -144,6 +144,13 @@ def _sampling(config: Config, reader: Reader) -> Iterator[Problem]:
             why='stale samples need an off-policy correction; set importance_correction to "auto" or "tis", '
             "or staleness.max to 0",
         )
+    if staleness.mode == "bounded" and config.run.determinism == "exact":
+        yield reader.problem(
+            "staleness.mode",
+            "run.determinism",
+            why="in bounded mode timing decides which version generates what, so no two runs are alike; set "
+            'staleness.mode to "lockstep", or run.determinism to "fast"',
+        )
 
 
 def _batches(config: Config, reader: Reader) -> Iterator[Problem]:
@@ -163,8 +170,16 @@ def _batches(config: Config, reader: Reader) -> Iterator[Problem]:
             why=f"a chunk holds whole prompt groups, equally many each; "
             f"with {groups} prompts chunks_per_mini can be {fitting}",
         )
-    if config.actor.data_parallel > 1:
-        yield reader.problem("actor.data_parallel", why="this version trains on one actor rank; set it to 1")
+    samples = groups // chunks * config.rollout.n_samples_per_prompt
+    if config.actor.data_parallel > samples:
+        yield reader.problem(
+            "actor.data_parallel",
+            "rollout.prompts_per_partition",
+            "rollout.n_samples_per_prompt",
+            "actor.chunks_per_mini",
+            why=f"the samples of a chunk are shared out among the ranks, and there are {max(samples, 1)} in one; set "
+            f"data_parallel to at most {max(samples, 1)}, or make chunks larger",
+        )
 
 
 def check_machine(config: Config, origins: Mapping[str, str] | None = None) -> list[str]:

@@ -16,6 +16,7 @@ from stretto.config import Config
 from stretto.observe.trace import Tracer
 from stretto.plane.protocol import DataPlane, Lease
 from stretto.schedule.packing import schedule_chunk
+from stretto.staleness import check_versions
 from stretto.types import ChunkSchedule, GroupRecord, Mini
 
 Forward = Callable[[ChunkSchedule, Lease], Callable[[], None]]
@@ -55,6 +56,7 @@ class WholeMini:
                 partition, consumer="actor", groups=groups, timeout_s=self.config.plane.fetch_timeout_s, mini=0
             )
         waited = time.monotonic() - begun
+        check_versions(lease.records, self.config.staleness)
         chunks, pending = [], []
         for index, chunk_groups in enumerate(chunk_ranges(self.config)):
             part = lease.part(chunk_groups, chunk=index)
@@ -64,6 +66,7 @@ class WholeMini:
                 ranks=self.config.actor.data_parallel,
                 max_tokens=self.config.actor.max_tokens_per_microbatch,
                 max_patches=self.config.actor.max_patches_per_microbatch,
+                layout=self.config.actor.sample_layout,
             )
             pending.append(self.forward(chunk, part))
             chunks.append(chunk)

@@ -40,10 +40,30 @@ class ModelInputs:
 
 
 @dataclass(frozen=True)
-class SampleBatch:
-    """Right-padded samples.
+class Responses:
+    """Right-padded responses that go on from prompts which were forwarded before them, once a prompt.
 
-    predict_index   int64 [T]  flat position (row * S + column) whose hidden state predicts each response token
+    input_ids       int64 [B, C]     all but the last token of each response
+    position_ids    int64 [3, B, C]
+    attention_mask  int64 [B, S + C] over the prompt (padded to S on the left) and the response, or None where no prompt
+                                     is padded
+    prompt_row      int64 [B]        row of the prompt that each response goes on from
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor | None
+    prompt_row: Tensor
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """Samples in one of two layouts. ``padded``: ``inputs`` are rows of prompt + response, right-padded. ``shared``:
+    ``inputs`` are the distinct prompts, left-padded, and ``responses`` go on from them.
+
+    predict_index   int64 [T]  row, among the hidden states [K, H], of the one that predicts each response token;
+                               padded: those of all positions, row by row; shared: the last of each prompt, then those
+                               of all positions of ``responses``
     response_ids_T  int64 [T]  response tokens in row order
     row_T           int64 [T]  row of each response token
     lengths         response tokens of each row (may be 0)
@@ -54,6 +74,7 @@ class SampleBatch:
     response_ids_T: Tensor
     row_T: Tensor
     lengths: tuple[int, ...]
+    responses: Responses | None = None
 
 
 @dataclass(frozen=True)

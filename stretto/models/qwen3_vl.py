@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from stretto import compat
-from stretto.models.batch import ModelInputs, PromptBatch, SampleBatch, SampleInput
+from stretto.models.batch import ModelInputs, PromptBatch, Responses, SampleBatch, SampleInput
 from stretto.models.positions import mrope_positions
 from stretto.types import ProcessedPrompt, Prompt, StrettoError
 
@@ -34,6 +36,7 @@ class Qwen3VL:
         self.vocab_size: int = config.text_config.vocab_size
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_ids[0]
         self.suppressed_V = self._suppressed()
+        self._image_token: str = tokenizer.convert_ids_to_tokens(config.image_token_id)
 
     def _suppressed(self) -> Tensor:
         suppressed = torch.zeros(self.vocab_size, dtype=torch.bool)
@@ -54,29 +57,60 @@ class Qwen3VL:
         Raises:
             StrettoError: where images and image parts of the messages do not match in number; names the row.
         """
+        parts = self._parts(prompt)
+        pixel_values, grid = self._pixels(prompt.images)
+        ids = self._prompt_ids(prompt, parts, (grid.prod(-1) // self.merge_size**2).tolist())
+        types = (ids == self.config.image_token_id).astype(np.int8)
+        return ProcessedPrompt(prompt_ids=ids, mm_token_type_ids=types, pixel_values=pixel_values, image_grid_thw=grid)
+
+    def prompt_tokens(self, prompt: Prompt) -> int:
+        """``len(process(prompt).prompt_ids)``, from the sizes of images alone: their pixels are not looked at.
+
+        Raises:
+            StrettoError: as ``process``.
+        """
+        parts = self._parts(prompt)
+        return len(self._prompt_ids(prompt, parts, [n // self.merge_size**2 for n in self.patches(prompt.images)]))
+
+    def patches(self, images: Sequence[np.ndarray]) -> list[int]:
+        """Patches that each of ``images`` [height, width, 3] will have, from their sizes alone."""
+        count = self.image_processor.get_number_of_image_patches
+        return [int(count(image.shape[0], image.shape[1])) for image in images]
+
+    def reads_as(self) -> str:
+        """A name of how prompts are read: equal names, equal ``prompt_tokens`` and ``patches`` for every prompt."""
+        tokenizer, images = self.tokenizer, self.image_processor
+        sizes = (dict(images.size), images.patch_size, images.merge_size, self.merge_size)
+        vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        told = repr((sizes, tokenizer.chat_template, vocabulary))
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    def _parts(self, prompt: Prompt) -> list[str]:
+        """The text of the chat template, cut at its images."""
         text = self.tokenizer.apply_chat_template(
             [dict(m) for m in prompt.messages], tokenize=False, add_generation_prompt=True
         )
-        image_token = self.tokenizer.convert_ids_to_tokens(self.config.image_token_id)
-        parts = text.split(image_token)
+        parts = text.split(self._image_token)
         if len(parts) - 1 != len(prompt.images):
             raise StrettoError(
                 f"row {prompt.row_id}: {len(prompt.images)} image(s), but its messages have {len(parts) - 1} place(s) "
-                f"for one; give each image one {{'type': 'image'}} part and keep {image_token!r} out of the text"
+                f"for one; give each image one {{'type': 'image'}} part and keep {self._image_token!r} out of the text"
             )
-        pixel_values, grid = self._pixels(prompt.images)
-        tokens_per_image = grid.prod(-1) // self.merge_size**2
+        return parts
+
+    def _prompt_ids(self, prompt: Prompt, parts: Sequence[str], tokens_per_image: Sequence[int]) -> np.ndarray:
+        """Ids int32 [P] of the text with as many image tokens at each cut as the image there has features."""
         text = parts[0] + "".join(
-            image_token * int(n) + rest for n, rest in zip(tokens_per_image, parts[1:], strict=True)
+            self._image_token * n + rest for n, rest in zip(tokens_per_image, parts[1:], strict=True)
         )
         ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-        types = (ids == self.config.image_token_id).astype(np.int8)
-        if int(types.sum()) != int(tokens_per_image.sum()):
+        found = int((ids == self.config.image_token_id).sum())
+        if found != sum(tokens_per_image):
             raise StrettoError(
-                f"row {prompt.row_id}: {int(types.sum())} image tokens for {int(tokens_per_image.sum())} image "
-                f"features; keep special tokens such as {image_token!r} out of the text"
+                f"row {prompt.row_id}: {found} image tokens for {sum(tokens_per_image)} image features; keep special "
+                f"tokens such as {self._image_token!r} out of the text"
             )
-        return ProcessedPrompt(prompt_ids=ids, mm_token_type_ids=types, pixel_values=pixel_values, image_grid_thw=grid)
+        return ids
 
     def _pixels(self, images: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         vision = self.config.vision_config
@@ -100,11 +134,47 @@ class Qwen3VL:
 
     # Layout ------------------------------------------------------------------------------------------------------
 
-    def collate(self, samples: Sequence[SampleInput], device: torch.device | str = "cpu") -> SampleBatch:
-        """Right-padded batch of prompt + response. Samples that hold the same prompt object share its images.
-
-        Right padding needs no attention mask: causality alone keeps padding out of real tokens.
+    def collate(
+        self,
+        samples: Sequence[SampleInput],
+        device: torch.device | str = "cpu",
+        layout: Literal["padded", "shared"] = "padded",
+    ) -> SampleBatch:
+        """The samples laid out for one forward, see ``SampleBatch``. Those that hold the same prompt object share its
+        images, and in the ``shared`` layout the forward of the prompt.
         """
+        return self._collate_shared(samples, device) if layout == "shared" else self._collate_padded(samples, device)
+
+    def _collate_shared(self, samples: Sequence[SampleInput], device: torch.device | str) -> SampleBatch:
+        distinct = {id(s.prompt): s.prompt for s in samples}
+        rows = {key: row for row, key in enumerate(distinct)}
+        prompt_row = np.array([rows[id(s.prompt)] for s in samples], np.int64)
+        prompts = self.collate_prompts(list(distinct.values()), device)
+        lengths = tuple(len(s.response_ids) for s in samples)
+        width = max(*lengths, 1) - 1  # nothing is predicted from the last token
+        ids = np.full((len(samples), width), self.pad_id, dtype=np.int64)
+        predict: list[np.ndarray] = []
+        for row, sample in enumerate(samples):
+            ids[row, : max(lengths[row] - 1, 0)] = sample.response_ids[:-1]
+            after = len(distinct) + row * width + np.arange(lengths[row] - 1)
+            predict.append(np.concatenate([prompt_row[row : row + 1], after])[: lengths[row]])
+        row_of = torch.from_numpy(prompt_row).to(device)
+        positions = prompts.next_position[row_of][:, None] + torch.arange(width, device=device)
+        mask = prompts.inputs.attention_mask
+        if mask is not None:
+            mask = torch.cat([mask[row_of], mask.new_ones(len(samples), width)], dim=1)
+        response_ids = np.concatenate([s.response_ids for s in samples]).astype(np.int64)
+        return SampleBatch(
+            inputs=prompts.inputs,
+            predict_index=torch.from_numpy(np.concatenate(predict)).to(device),
+            response_ids_T=torch.from_numpy(response_ids).to(device),
+            row_T=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)).to(device),
+            lengths=lengths,
+            responses=Responses(torch.from_numpy(ids).to(device), positions.expand(3, -1, -1), mask, row_of),
+        )
+
+    def _collate_padded(self, samples: Sequence[SampleInput], device: torch.device | str) -> SampleBatch:
+        """Right padding needs no attention mask: causality alone keeps padding out of real tokens."""
         prompts = [s.prompt for s in samples]
         lengths = tuple(len(s.response_ids) for s in samples)
         width = max(len(s.prompt.prompt_ids) + len(s.response_ids) for s in samples)
@@ -216,8 +286,34 @@ class Qwen3VL:
 
     def response_logits(self, model: nn.Module, batch: SampleBatch) -> Tensor:
         """Logits [T, V] that predict each response token, in row order; the vocabulary is projected only there."""
-        hidden = self.hidden_states(model, batch.inputs)
-        return self.logits(model, hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.predict_index))
+        if batch.responses is None:
+            hidden = self.hidden_states(model, batch.inputs)
+            flat = hidden.reshape(-1, hidden.shape[-1])
+        else:
+            flat = self._shared_hidden_states(model, batch.inputs, batch.responses)
+        return self.logits(model, flat.index_select(0, batch.predict_index))
+
+    def _shared_hidden_states(self, model: nn.Module, prompts: ModelInputs, responses: Responses) -> Tensor:
+        """Hidden states [K, H] of the ``shared`` layout. The responses attend to the keys and values of their prompts,
+        repeated for each of them; gradients flow back through both.
+        """
+        cache = DynamicCache(config=self.config.text_config)
+        last = self.hidden_states(model, prompts, cache)[:, -1]
+        if not responses.input_ids.shape[1]:
+            return last
+        for layer in cache.layers:
+            layer.keys = layer.keys.index_select(0, responses.prompt_row)
+            layer.values = layer.values.index_select(0, responses.prompt_row)
+        inputs = ModelInputs(
+            input_ids=responses.input_ids,
+            position_ids=responses.position_ids,
+            attention_mask=responses.attention_mask,
+            pixel_values=None,
+            image_grid_thw=None,
+            image_token_index=None,
+        )
+        after = self.hidden_states(model, inputs, cache)
+        return torch.cat([last, after.reshape(-1, after.shape[-1])])
 
     def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of hidden states [..., H]."""

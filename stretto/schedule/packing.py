@@ -4,10 +4,12 @@ Samples are taken in ``global_index`` order and cut into contiguous runs, first 
 (balanced by real tokens), then one run a microbatch. Contiguous runs keep the samples of a prompt group
 together, so that they share one vision forward, and make the result independent of every other chunk.
 
-Cost of a microbatch in the ``padded`` layout:
+Cost of a microbatch, padding included; G distinct groups, B rows:
 
-* tokens: rows * (longest prompt + response among them), padding included;
-* patches: those of each *distinct* group in it, once.
+* tokens, ``padded`` layout: B * (longest prompt + response among them);
+* tokens, ``shared`` layout, where the samples of a group share the forward of their prompt: G * longest prompt + B *
+  longest response;
+* patches: those of each distinct group in it, once.
 """
 
 from __future__ import annotations
@@ -18,19 +20,67 @@ from typing import Literal
 
 from stretto.types import ChunkSchedule, GroupRecord, Microbatch, StrettoError
 
+Layout = Literal["padded", "shared"]
+
 
 @dataclass(frozen=True)
 class _Item:
-    """One sample as the packer sees it: ``tokens`` is prompt + response, ``patches`` those of its whole group."""
+    """One sample as the packer sees it; ``patches`` are those of its whole group, which has ``n`` samples."""
 
     index: int
     group: int
-    tokens: int
+    n: int
+    prompt: int
+    response: int
     patches: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.response
+
+    def weight(self, layout: Layout) -> int:
+        """Its share of the work, times ``n``: in the ``shared`` layout the prompt is the whole group's."""
+        return self.n * self.tokens if layout == "padded" else self.prompt + self.n * self.response
+
+
+@dataclass(frozen=True)
+class _Size:
+    """What samples laid out together come to; they arrive group by group."""
+
+    rows: int = 0
+    groups: int = 0
+    last_group: int = -1
+    prompt: int = 0
+    response: int = 0
+    tokens: int = 0
+    patches: int = 0
+
+    def plus(self, item: _Item) -> _Size:
+        new = int(item.group != self.last_group)
+        return _Size(
+            rows=self.rows + 1,
+            groups=self.groups + new,
+            last_group=item.group,
+            prompt=max(self.prompt, item.prompt),
+            response=max(self.response, item.response),
+            tokens=max(self.tokens, item.tokens),
+            patches=self.patches + new * item.patches,
+        )
+
+    def laid_out(self, layout: Layout) -> int:
+        """Tokens, padding included."""
+        if layout == "padded":
+            return self.rows * self.tokens
+        return self.groups * self.prompt + self.rows * self.response
 
 
 def schedule_chunk(
-    chunk: int, records: Sequence[GroupRecord], ranks: int, max_tokens: int, max_patches: int
+    chunk: int,
+    records: Sequence[GroupRecord],
+    ranks: int,
+    max_tokens: int,
+    max_patches: int,
+    layout: Layout = "padded",
 ) -> ChunkSchedule:
     """Lay the samples of one chunk out for ``ranks`` data-parallel ranks.
 
@@ -48,28 +98,29 @@ def schedule_chunk(
         twice = sorted({g for g in groups if groups.count(g) > 1})
         raise StrettoError(f"chunk {chunk} of partition {ordered[0].partition} holds prompt groups {twice} twice")
     items = [
-        _Item(index, record.group, record.prompt_tokens + response, record.patches)
+        _Item(index, record.group, record.n, record.prompt_tokens, response, record.patches)
         for record in ordered
         for index, response in zip(record.global_indexes, record.response_tokens, strict=True)
     ]
     _check_budgets(items, ordered, max_tokens, max_patches)
 
-    per_rank = [_pack(run, max_tokens, max_patches) for run in _split_by_tokens(items, ranks)]
+    per_rank = [_pack(run, max_tokens, max_patches, layout) for run in _split_by_work(items, ranks, layout)]
     microbatches = max(len(packed) for packed in per_rank)
     filler = min(items, key=lambda item: (item.tokens, item.patches, item.index))
     inert = Microbatch(samples=(filler.index,), inert=True)
-    laid_out = sum(_padded_tokens(run) for packed in per_rank for run in packed)
+    laid_out = sum(_size(run).laid_out(layout) for packed in per_rank for run in packed)
     laid_out += filler.tokens * sum(microbatches - len(packed) for packed in per_rank)
+    real = sum(_real_tokens(run, layout) for packed in per_rank for run in packed)
     return ChunkSchedule(
         chunk=chunk,
         groups=groups,
-        layout="padded",
+        layout=layout,
         ranks=tuple(
             tuple(Microbatch(samples=tuple(item.index for item in run)) for run in packed)
             + (inert,) * (microbatches - len(packed))
             for packed in per_rank
         ),
-        fill=sum(item.tokens for item in items) / max(laid_out, 1),
+        fill=real / max(laid_out, 1),
     )
 
 
@@ -107,35 +158,44 @@ def _check_budgets(items: list[_Item], records: list[GroupRecord], max_tokens: i
             )
 
 
-def _split_by_tokens(items: list[_Item], ranks: int) -> list[list[_Item]]:
-    """Cut into ``ranks`` contiguous runs: a sample goes to the rank in whose share the middle of its tokens lies."""
+def _split_by_work(items: list[_Item], ranks: int, layout: Layout) -> list[list[_Item]]:
+    """Cut into ``ranks`` contiguous runs: a sample goes to the rank in whose share the middle of its work lies."""
     runs: list[list[_Item]] = [[] for _ in range(ranks)]
-    total = max(sum(item.tokens for item in items), 1)
+    total = max(sum(item.weight(layout) for item in items), 1)
     before = 0
     for item in items:
-        # integers only: rank = floor((before + tokens / 2) * ranks / total)
-        rank = (2 * before + item.tokens) * ranks // (2 * total)
+        # integers only: rank = floor((before + weight / 2) * ranks / total)
+        rank = (2 * before + item.weight(layout)) * ranks // (2 * total)
         runs[min(rank, ranks - 1)].append(item)
-        before += item.tokens
+        before += item.weight(layout)
     return runs
 
 
-def _pack(items: list[_Item], max_tokens: int, max_patches: int) -> list[list[_Item]]:
+def _pack(items: list[_Item], max_tokens: int, max_patches: int, layout: Layout) -> list[list[_Item]]:
     """Fewest contiguous microbatches within both budgets, by taking as many samples as fit each time."""
     packed: list[list[_Item]] = []
-    longest = patches = 0
+    size = _Size()
     for item in items:
-        # items come by group, so only the last one's group can be this one's
-        new_patches = 0 if packed and packed[-1][-1].group == item.group else item.patches
-        rows = len(packed[-1]) + 1 if packed else 0
-        if rows and rows * max(longest, item.tokens) <= max_tokens and patches + new_patches <= max_patches:
+        longer = size.plus(item)
+        if packed and longer.laid_out(layout) <= max_tokens and longer.patches <= max_patches:
             packed[-1].append(item)
-            longest, patches = max(longest, item.tokens), patches + new_patches
+            size = longer
         else:
             packed.append([item])
-            longest, patches = item.tokens, item.patches
+            size = _Size().plus(item)
     return packed
 
 
-def _padded_tokens(items: list[_Item]) -> int:
-    return len(items) * max(item.tokens for item in items)
+def _size(items: list[_Item]) -> _Size:
+    size = _Size()
+    for item in items:
+        size = size.plus(item)
+    return size
+
+
+def _real_tokens(items: list[_Item], layout: Layout) -> int:
+    """As laid out, without padding."""
+    if layout == "padded":
+        return sum(item.tokens for item in items)
+    prompts = {item.group: item.prompt for item in items}
+    return sum(prompts.values()) + sum(item.response for item in items)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tiny
 import torch
 
+from stretto.actor import evidence
 from stretto.actor.parallel import RankGroup
 from stretto.actor.rank import ActorRankCore
 from stretto.config import Config
@@ -96,7 +98,7 @@ def minis(cfg: Config, records: Sequence[GroupRecord], ranks: int = 1, groups_pe
         start = m * groups_per_mini
         parts = [records[start + c * size : start + (c + 1) * size] for c in range(a.chunks_per_mini)]
         chunks = tuple(
-            schedule_chunk(c, part, ranks, a.max_tokens_per_microbatch, a.max_patches_per_microbatch)
+            schedule_chunk(c, part, ranks, a.max_tokens_per_microbatch, a.max_patches_per_microbatch, a.sample_layout)
             for c, part in enumerate(parts)
         )
         result.append(Mini(partition=records[0].partition, index=m, chunks=chunks))
@@ -125,8 +127,21 @@ def run_step(
     ]
 
 
+def fingerprints(actor: ActorRankCore) -> dict[str, str]:
+    """Those of a run with one rank."""
+    return evidence.fingerprints([actor.evidence()])
+
+
+def save(actor: ActorRankCore, step: int, **options: Any) -> Path:
+    """All parts of a save on one rank, after ``step`` updates."""
+    actor.checkpointer.begin(step)
+    shard = actor.write_shard(step)
+    defaults: dict[str, Any] = {"cursor": step, "policy_version": step, "published": {}}
+    return actor.commit(step, [shard], **(defaults | options))
+
+
 def parameters(actor: ActorRankCore) -> dict[str, torch.Tensor]:
-    """A copy of the float32 masters."""
+    """A copy of the float32 masters that this rank owns: of all, where it is alone."""
     return {name: t.clone() for name, t in actor.trainer.master.named().items()}
 
 

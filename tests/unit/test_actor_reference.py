@@ -32,16 +32,21 @@ def reference_samples(records, payloads) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "temperature", "staleness"),
-    [("token_mean", 1.0, 1), ("sequence_mean", 0.7, 1), ("token_mean", 1.3, 0)],
+    ("aggregation", "temperature", "staleness", "layout"),
+    [
+        ("token_mean", 1.0, 1, "shared"),
+        ("sequence_mean", 0.7, 1, "shared"),
+        ("token_mean", 1.3, 0, "padded"),
+        ("sequence_mean", 1.0, 1, "padded"),
+    ],
 )
-def test_two_updates_of_one_partition_equal_the_plain_reference(aggregation, temperature, staleness):
+def test_two_updates_of_one_partition_equal_the_plain_reference(aggregation, temperature, staleness, layout):
     """Several microbatches, images shared in a group, text, a failed sample, an empty response, a group without signal;
     the second mini trains against old-policy log-probs that are one update old, so that ratios differ from one.
     """
     cfg = actor_case.config(
         staleness=staleness,
-        actor={"grad_clip": 0.5, "lr": 5e-3, "warmup_updates": 1},
+        actor={"grad_clip": 0.5, "lr": 5e-3, "warmup_updates": 1, "layout": layout, "max_tokens_per_microbatch": 28},
         algorithm={"aggregation": aggregation, "clip_low": 0.1, "clip_high": 0.15},
         rollout={"temperature": temperature},
     )

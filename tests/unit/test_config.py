@@ -28,12 +28,14 @@ data.id_column="" data.bad_rows="fail" data.overlong_prompts="skip" data.max_pro
 data.digits=2 data.worked=false data.layout="one-image" data.labelled_images=60 data.shuffle=true
 rollout.engine="hf" rollout.prompts_per_partition=64 rollout.n_samples_per_prompt=8 rollout.groups_per_decode_batch=32
 rollout.max_response_tokens=16 rollout.temperature=1.0 rollout.top_p=1.0 rollout.top_k=0 rollout.stop=[]
+rollout.replicas=1 rollout.max_engine_restarts=3 rollout.engine_timeout_s=600.0
 reward.function="exact_match" reward.timeout_s=10.0 reward.workers=1 reward.max_failed_fraction=0.5
 algorithm.advantage="grpo" algorithm.advantage_eps=0.0001 algorithm.clip_low=0.2 algorithm.clip_high=0.2
 algorithm.aggregation="token_mean" algorithm.importance_correction="auto" algorithm.tis_cap=2.0
 actor.data_parallel=1 actor.lr=0.0004 actor.betas=[0.9,0.99] actor.eps=1e-08 actor.weight_decay=0.0
 actor.warmup_updates=5 actor.decay_fraction=0.3 actor.decay_to=0.1 actor.grad_clip=1.0 actor.chunks_per_mini=2
-actor.max_tokens_per_microbatch=8192 actor.max_patches_per_microbatch=16384 actor.gradient_checkpointing=false
+actor.max_tokens_per_microbatch=8192 actor.max_patches_per_microbatch=16384 actor.layout="auto"
+actor.gradient_checkpointing=false
 staleness.mode="lockstep" staleness.max=1
 plane.backend="ray" plane.capacity_mib=1024 plane.fetch_timeout_s=600.0 plane.lease_s=1800.0
 checkpoint.every=25 checkpoint.keep=2
@@ -323,7 +325,11 @@ def test_a_recipe_that_is_not_toml_says_where(tmp_path):
             "rollout.prompts_per_partition = 12 (--set), actor.chunks_per_mini = 5 (--set)",
             "can be 1, 2, 3, 4, 6, 12",
         ),
-        (["actor.data_parallel=2"], "actor.data_parallel = 2 (--set)", "one actor rank; set it to 1"),
+        (
+            ["actor.data_parallel=9", "rollout.prompts_per_partition=4", "rollout.n_samples_per_prompt=4"],
+            "actor.data_parallel = 9 (--set)",
+            "there are 8 in one; set data_parallel to at most 8",
+        ),
         (["model.config={a = 1}"], "model.path", "keep one of the two"),
         (["model.path="], 'model.path = "" (--set), model.config = unset (default)', "[model.config]"),
         (["model.max_pixels=1000"], "model.min_pixels = 1024 (default), model.max_pixels = 1000 (--set)", "at least"),

@@ -72,12 +72,16 @@ def test_positions_equal_those_of_transformers(images):
     assert after == len(processed.prompt_ids) + int(delta[0])
 
 
-def test_a_mixed_batch_gives_each_sample_what_transformers_gives_it_alone():
+@pytest.mark.parametrize("layout", ["padded", "shared"])
+def test_a_mixed_batch_gives_each_sample_what_transformers_gives_it_alone(layout):
     family, model = tiny.family(), tiny.model()
-    responses = [family.encode_answer("3+5=8"), family.encode_answer("1"), np.asarray([], np.int32)]
-    processed = [family.process(tiny.prompt(i, images)) for i, images in enumerate(LAYOUTS)]
-    batch = family.collate([SampleInput(p, r) for p, r in zip(processed, responses, strict=True)])
-    assert batch.lengths == (6, 2, 0) and batch.row_T.tolist() == [0] * 6 + [1] * 2
+    answers = [family.encode_answer("3+5=8"), family.encode_answer("1"), np.asarray([], np.int32)]
+    distinct = [family.process(tiny.prompt(i, images)) for i, images in enumerate(LAYOUTS)]
+    processed = [prompt for prompt in distinct for _ in range(2)]  # two samples of each group
+    responses = [*answers[:2], answers[2], answers[0], answers[1][:1], answers[0]]
+    batch = family.collate([SampleInput(p, r) for p, r in zip(processed, responses, strict=True)], layout=layout)
+    assert batch.lengths == (6, 2, 0, 6, 1, 6) and batch.row_T.tolist() == [0] * 6 + [1] * 2 + [3] * 6 + [4] + [5] * 6
+    assert len(batch.inputs.input_ids) == (3 if layout == "shared" else 6)
     with torch.no_grad():
         logits = family.response_logits(model, batch).split(list(batch.lengths))
         for prompt, response, got in zip(processed, responses, logits, strict=True):
@@ -107,14 +111,28 @@ def test_one_vision_forward_a_group_is_bit_equal_to_repeated_pixels():
         assert torch.equal(family.response_logits(model, shared), family.response_logits(model, repeated))
 
 
-def test_no_grad_and_grad_forwards_are_bit_identical():
+@pytest.mark.parametrize("layout", ["padded", "shared"])
+def test_no_grad_and_grad_forwards_are_bit_identical(layout):
     family, model = tiny.family(), tiny.model()
     batch = family.collate(
-        [SampleInput(family.process(tiny.prompt(i)), family.encode_answer("3+5=8")) for i in range(5)]
+        [SampleInput(family.process(tiny.prompt(i)), family.encode_answer("3+5=8")) for i in range(5)], layout=layout
     )
     with torch.no_grad():
         without = family.response_logits(model, batch)
     assert torch.equal(without, family.response_logits(model, batch))
+
+
+def test_responses_of_one_token_or_none_need_no_forward_beyond_their_prompt():
+    family, model = tiny.family(), tiny.model()
+    prompt = family.process(tiny.prompt(0))
+    one, none = family.encode_answer("")[:1], np.asarray([], np.int32)
+    for responses, tokens in (([one, none], 1), ([none, none], 0)):
+        batch = family.collate([SampleInput(prompt, r) for r in responses], layout="shared")
+        assert batch.responses.input_ids.shape == (2, 0)
+        logits = family.response_logits(model, batch)
+        assert logits.shape == (tokens, family.vocab_size)
+        padded = family.collate([SampleInput(prompt, r) for r in responses])
+        torch.testing.assert_close(logits, family.response_logits(model, padded), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,9 @@ def lengths(records: list[GroupRecord]) -> dict[int, int]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(chunks(), st.integers(1, 4), st.integers(50, 200), st.integers(16, 40))
-def test_every_sample_is_laid_out_once_within_both_budgets(records, ranks, max_tokens, max_patches):
-    schedule = schedule_chunk(0, records, ranks, max_tokens, max_patches)
+@given(chunks(), st.integers(1, 4), st.integers(50, 200), st.integers(16, 40), st.sampled_from(["padded", "shared"]))
+def test_every_sample_is_laid_out_once_within_both_budgets(records, ranks, max_tokens, max_patches, layout):
+    schedule = schedule_chunk(0, records, ranks, max_tokens, max_patches, layout)
     tokens = lengths(records)
     n = records[0].n
     patches = {r.group: r.patches for r in records}
@@ -68,7 +68,12 @@ def test_every_sample_is_laid_out_once_within_both_budgets(records, ranks, max_t
     assert len({len(rank) for rank in schedule.ranks}) == 1
     assert len(schedule.ranks) == ranks
     for microbatch in (m for rank in schedule.ranks for m in rank):
-        assert len(microbatch.samples) * max(tokens[i] for i in microbatch.samples) <= max_tokens
+        if layout == "padded":
+            assert len(microbatch.samples) * max(tokens[i] for i in microbatch.samples) <= max_tokens
+        else:
+            prompts = {r.group: r.prompt_tokens for r in records if r.group in {i // n for i in microbatch.samples}}
+            responses = [tokens[i] - prompts[i // n] for i in microbatch.samples]
+            assert len(prompts) * max(prompts.values()) + len(responses) * max(responses) <= max_tokens
         assert sum(patches[g] for g in {i // n for i in microbatch.samples}) <= max_patches
         assert set(microbatch.samples) <= set(tokens), "inert microbatches hold a real sample of the same chunk"
     assert 0 < schedule.fill <= 1
@@ -105,10 +110,21 @@ def test_ranks_differ_by_at_most_two_samples_of_tokens(records, ranks):
 
 
 def test_a_budget_of_three_rows_makes_microbatches_of_three_and_a_rest():
-    # every sample: 5 + 5 = 10 tokens; 30 tokens hold three rows
+    # padded: every sample: 5 + 5 = 10 tokens; 30 tokens hold three rows
     schedule = schedule_chunk(0, [record(0, [5, 5, 5, 5]), record(1, [5, 5, 5, 5])], 1, 30, 100)
     assert [m.samples for m in schedule.ranks[0]] == [(0, 1, 2), (3, 4, 5), (6, 7)]
     assert schedule.fill == 1.0
+
+
+def test_a_shared_prompt_counts_once_a_microbatch():
+    # 5 prompt tokens and 4 responses of 5: 25 tokens for a group; 50 hold two groups, where padded rows take 80
+    records = [record(0, [5, 5, 5, 5]), record(1, [5, 5, 5, 5])]
+    assert [len(m.samples) for m in schedule_chunk(0, records, 1, 50, 100, "shared").ranks[0]] == [8]
+    schedule = schedule_chunk(0, records, 1, 30, 100, "shared")  # 25, then one more row is 30, with its prompt 35
+    assert [m.samples for m in schedule.ranks[0]] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert schedule.fill == 1.0 and schedule.layout == "shared"
+    uneven = schedule_chunk(0, [record(0, [5, 1]), record(1, [3, 3], prompt=2)], 1, 100, 100, "shared")
+    assert uneven.fill == (5 + 5 + 1 + 2 + 3 + 3) / (2 * 5 + 4 * 5)
 
 
 def test_patches_of_a_group_count_once_in_a_microbatch():
