@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from stretto import build, machine
+from stretto.actor.checkpoint import Entries
+from stretto.actor.evidence import RankEvidence, fingerprints, require_alike
 from stretto.config import Config
+from stretto.observe.fingerprint import TensorSum, add_sums, combine
 from stretto.plane.protocol import Lease
 from stretto.plane.ray_plane import RayPlane
-from stretto.remote import answers, memory_mib
-from stretto.types import ChunkSchedule, GroupRecord, Mini, WeightBucket
+from stretto.remote import answers, memory_mib, settled
+from stretto.types import ChunkSchedule, GroupRecord, Mini, StrettoError, WeightBucket
+
+LEAVE_S = 1.0
+"""How long ranks may take to say goodbye to one another before their processes are killed."""
 
 
 class ActorProcess:
@@ -22,16 +30,51 @@ class ActorProcess:
     def __init__(self, config: Config, place: machine.Placement, plane: RayPlane, rank: int):
         from stretto.actor.parallel import RankGroup
 
-        self.facts = machine.settle(place.actor_cores, config.run.determinism)
+        share = place.ranks[rank]
+        self.config, self.place = config, place
+        self.facts = machine.settle(share.cores, config.run.determinism, share.threads)
         self.tracer = build.tracer(config, f"actor{rank}")
-        group = RankGroup(rank=rank, world=config.actor.data_parallel)
-        self.core = build.actor_rank(config, plane.fetch, self.tracer, place.device, group)
+        self.group = RankGroup(rank=rank, world=config.actor.data_parallel)
+        self.core = build.actor_rank(config, plane.fetch, self.tracer, place.device, self.group)
+        self.listener: socket.socket | None = None
+
+    def listen(self) -> tuple[str, int]:
+        """Rank 0: where the others find it."""
+        from stretto.actor.rendezvous import listen
+
+        self.listener = listen(self._own_address())
+        return self._own_address(), int(self.listener.getsockname()[1])
+
+    def join(self, address: str, port: int) -> None:
+        """Meet the other ranks; returns once all are there."""
+        from stretto.actor.rendezvous import join
+
+        join(
+            self.group,
+            address,
+            port,
+            own_address=self._own_address(),
+            device=self.place.device,
+            exact=self.config.run.determinism == "exact",
+            listener=self.listener,
+        )
+
+    def _own_address(self) -> str:
+        """Loopback, or this node's address on a cluster."""
+        from stretto.actor.rendezvous import LOOPBACK
+
+        return str(ray.util.get_node_ip_address()) if self.config.cluster.address else LOOPBACK
 
     def start(self) -> dict[str, Any]:
-        """Answers once the model is loaded, with what ``machine.settle`` set and the fingerprint of the weights."""
-        from stretto.observe.fingerprint import fingerprint
+        """Answers once the model is loaded, with what ``machine.settle`` set."""
+        return self.facts
 
-        return self.facts | {"parameters": fingerprint(self.core.trainer.master.named())}
+    def weights(self) -> tuple[str, dict[str, TensorSum]]:
+        """The fingerprint of the parameters that this rank computes with, and hashes of the masters that it owns."""
+        from stretto.observe.fingerprint import fingerprint, tensor_sums
+
+        master = self.core.trainer.master
+        return fingerprint(master.named_parameters()), tensor_sums(master.named())
 
     def phase1(self, chunk: ChunkSchedule, lease: Lease) -> dict[str, float]:
         return self.core.phase1(chunk, lease.records, lease)
@@ -47,20 +90,34 @@ class ActorProcess:
         with self.tracer.span("actor.publish", version=version):
             yield from self.core.publish(version)
 
-    def end_partition(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """The evidence of the partition just trained: fingerprints and raw values; then its samples are forgotten."""
+    def end_partition(self) -> RankEvidence:
+        """The evidence of the partition just trained; then its samples are forgotten."""
         with self.tracer.span("actor.evidence"):
-            evidence = self.core.fingerprints(), self.core.raw()
+            evidence = self.core.evidence()
             self.core.end_partition()
         self.tracer.flush()
         return evidence
 
-    def save(self, step: int, published: dict[int, list[Any]]) -> None:
+    def begin_save(self, step: int) -> None:
+        self.core.checkpointer.begin(step)
+
+    def write_shard(self, step: int) -> Entries:
+        return self.core.write_shard(step)
+
+    def commit(self, step: int, shards: list[Entries], published: dict[int, list[Any]]) -> None:
         kept = {version: _getter(refs) for version, refs in published.items()}
-        self.core.save(step, cursor=step, policy_version=step, published=kept)
+        self.core.commit(step, shards, cursor=step, policy_version=step, published=kept)
+
+    def abandon_save(self, step: int) -> None:
+        self.core.checkpointer.abandon(step)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
         self.core.load(path, state)
+
+    def leave(self) -> None:
+        from stretto.actor.rendezvous import leave
+
+        leave()
 
 
 def _getter(refs: list[Any]) -> Any:
@@ -68,51 +125,92 @@ def _getter(refs: list[Any]) -> Any:
 
 
 class Actor:
-    """The controller's end of the actor ranks. Ranks answer alike where they have reduced over one another."""
+    """The controller's end of the actor ranks."""
 
     def __init__(self, config: Config, place: machine.Placement, plane: RayPlane):
         remote = ray.remote(num_cpus=1, num_gpus=int(place.device == "cuda"), max_restarts=0)(ActorProcess)
-        self.ranks = [remote.remote(config, place, plane, rank) for rank in range(config.actor.data_parallel)]
+        self.world, self.place = config.actor.data_parallel, place
+        self.ranks = [remote.remote(config, place, plane, rank) for rank in range(self.world)]
+        self.names = ["actor"] if self.world == 1 else [f"actor rank {rank}" for rank in range(self.world)]
 
     def start(self) -> dict[str, Any]:
-        return self._all("start")[0]
+        """Wait until all ranks have loaded the model and met. What they set for themselves, and the fingerprint of
+        the weights, which all of them must have.
+        """
+        facts: dict[str, Any] = {"device": self.place.device}
+        if self.place.note:
+            facts["device_note"] = self.place.note
+        ranks = self._all("start")
+        facts |= ranks[0] if self.world == 1 else {"ranks": ranks}
+        if self.world > 1:
+            (meeting,) = answers([self.ranks[0].listen.remote()], self.names[:1])
+            self._all("join", *meeting)
+        return facts | {"parameters": self._parameters()}
+
+    def _parameters(self) -> str:
+        replicas, sums = zip(*self._all("weights"), strict=True)
+        require_alike(replicas, "parameters")
+        return combine(add_sums(sums))
 
     def forward(self, chunk: ChunkSchedule, lease: Lease) -> Callable[[], None]:
         """Start phase 1 of one chunk; ranks take chunks in the order of these calls. Returns a call that waits."""
         refs = [rank.phase1.remote(chunk, lease) for rank in self.ranks]
 
         def finish() -> None:
-            answers(refs, "actor")
+            answers(refs, self.names)
 
         return finish
 
     def advantages(self, records: Sequence[GroupRecord]) -> dict[str, float]:
         """Phase 2: the records of the whole partition, on every rank."""
-        return self._all("phase2", records)[0]
+        return self._alike("phase2", records)
 
     def train(self, mini: Mini, normaliser: int) -> dict[str, float]:
-        """Phase 3: one optimizer update."""
-        return self._all("phase3", mini, normaliser)[0]
+        """Phase 3: one optimizer update. Ranks have reduced over one another, so their metrics are the same."""
+        return self._alike("phase3", mini, normaliser)
 
     def publish(self, version: int) -> list[Any]:
         """Phase 4: references to the buckets of ``version``; returns once the actor has copied them."""
         stream = self.ranks[0].publish.remote(version)
         buckets = list(stream)
-        answers([stream.completed()], "actor")
+        answers([stream.completed()], self.names[:1])
         return buckets
 
-    def end_partition(self) -> tuple[dict[str, str], dict[str, Any]]:
-        return self._all("end_partition")[0]
+    def end_partition(self) -> tuple[dict[str, str], list[dict[str, Any]]]:
+        """Fingerprints over all ranks, and the raw columns of each. Raises StrettoError where ranks have parted."""
+        evidence: list[RankEvidence] = self._all("end_partition")
+        return fingerprints(evidence), [rank.raw for rank in evidence]
 
     def save(self, step: int, published: dict[int, list[Any]]) -> None:
-        self._all("save", step, published)
+        """Raises StrettoError where any rank could not write its part: nothing is left of it then."""
+        first = self.ranks[0]
+        answers([first.begin_save.remote(step)], self.names[:1])
+        try:
+            # All must have ended before a folder that they write to can be removed; none waits for another here.
+            shards = settled([rank.write_shard.remote(step) for rank in self.ranks], self.names)
+        except StrettoError:
+            with suppress(StrettoError):  # the error that the save ended with comes first
+                answers([first.abandon_save.remote(step)], self.names[:1])
+            raise
+        answers([first.commit.remote(step, shards, published)], self.names[:1])
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
         self._all("load", path, state)
+        self._parameters()
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        return answers([getattr(rank, method).remote(*args) for rank in self.ranks], "actor")
+        return answers([getattr(rank, method).remote(*args) for rank in self.ranks], self.names)
+
+    def _alike(self, method: str, *args: Any) -> dict[str, float]:
+        """The metrics that all ranks answer with, and the memory of the one that has most."""
+        metrics = self._all(method, *args)
+        memory = [rank.pop("actor_rss_mib") for rank in metrics if "actor_rss_mib" in rank]
+        for name in metrics[0]:
+            require_alike([rank.get(name) for rank in metrics], name)
+        return metrics[0] | ({"actor_rss_mib": max(memory)} if memory else {})
 
     def kill(self) -> None:
+        if self.world > 1:  # so that none complains that another has gone
+            ray.wait([rank.leave.remote() for rank in self.ranks], num_returns=self.world, timeout=LEAVE_S)
         for rank in self.ranks:
             ray.kill(rank)

@@ -56,7 +56,7 @@ def placement(config: Config) -> Placement:
         ConfigError: ``device = "cuda"`` where actor ranks and engine replicas cannot have a GPU each.
     """
     cluster = config.cluster
-    ranks, replicas = config.actor.data_parallel, replica_count(config)
+    ranks, replicas = config.actor.data_parallel, config.rollout.replicas
     device, note = _device(config, ranks, replicas)
     if cluster.address:
         actor, rollout = cluster.actor_cores, cluster.rollout_cores
@@ -67,10 +67,6 @@ def placement(config: Config) -> Placement:
         actor = cluster.actor_cores or tuple(free[:half] if not cluster.rollout_cores else free)
         rollout = cluster.rollout_cores or tuple(free[half:] if not cluster.actor_cores else free)
     return Placement(actor, rollout, device, shares(actor, ranks), shares(rollout, replicas), note)
-
-
-def replica_count(config: Config) -> int:
-    return int(getattr(config.rollout, "replicas", 1))
 
 
 def shares(cores: tuple[int, ...], parts: int) -> tuple[Share, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +44,7 @@ class Step:
         lags = [r.partition - v for r in records for v in r.version_start]
         lengths = [n for r in records for n in r.response_tokens]
         truncated = [t for r in records for t in r.truncated]
-        self.metrics |= {name: v for name, v in rollout.items() if name.startswith(("rollout_", "reward_"))}
+        self.metrics |= {name: v for name, v in rollout.items() if name.startswith(("rollout_", "reward_", "engine_"))}
         self.metrics |= {
             "exposed_wait_s": batch.exposed_wait_s,
             "tokens": sum(r.tokens for r in records),
@@ -56,6 +56,9 @@ class Step:
             "truncated_fraction": sum(truncated) / len(truncated),
             "staleness_mean": sum(lags) / len(lags),
             "staleness_max": max(lags),
+            "mixed_version_samples": sum(
+                v != end for r in records for v, end in zip(r.version_start, r.version_end, strict=True)
+            ),
             "microbatches": sum(len(chunk.ranks[0]) for chunk in mini.chunks),
             "fill": sum(chunk.fill for chunk in mini.chunks) / len(mini.chunks),
         }
@@ -92,10 +95,14 @@ class Records:
         """Start the clock of the first step."""
         self._step_ended = time.monotonic()
 
-    def evidence(self, k: int, fingerprints: Mapping[str, str], raw: Mapping[str, Any]) -> None:
+    def evidence(self, k: int, fingerprints: Mapping[str, str], raw: Sequence[Mapping[str, Any]]) -> None:
+        """``raw``: the columns of each actor rank's samples."""
         with writing(self._run_dir):
             self._fingerprints.write(k, fingerprints)
-            self._raw.write(k, raw)
+            self._raw.write(k, *raw)
+
+    def note(self, text: str) -> None:
+        self._progress.note(text)
 
     def evaluation(self, result: Evaluation) -> None:
         self._progress.evaluation(result)

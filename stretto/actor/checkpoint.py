@@ -1,8 +1,12 @@
 """Checkpoints: whole or not at all. Tensors in safetensors files, everything else in ``state.json``; no pickle.
 
 ``step_000012/`` holds ``masters`` (float32 parameters), ``optimizer``, ``rng`` and one ``published_000011`` a kept
-version, all ``.safetensors``; ``state.json`` is written last, with the size and SHA-256 of each of them. The
-folder is written as ``step_000012.tmp``, synced and renamed, so that a reader sees a whole one or none.
+version, all ``.safetensors``; of several actor ranks each writes what it owns, as ``masters-0-of-2`` and so on.
+``state.json`` is written last, with the size and SHA-256 of each of them. The folder is written as
+``step_000012.tmp``, synced and renamed, so that a reader sees a whole one or none.
+
+A save is ``begin`` (rank 0), ``write`` (every rank), ``commit`` (rank 0, once all have written). It holds no
+collective: a rank whose disk is full keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -12,13 +16,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,9 +32,11 @@ from stretto.config import Config
 from stretto.models.weights_io import from_host
 from stretto.types import StrettoError, WeightBucket
 
-FORMAT = 2
+FORMAT = 3
 STATE = "state.json"
-REQUIRED = ("masters.safetensors", "optimizer.safetensors", "rng.safetensors")
+KINDS = ("masters", "optimizer", "rng")
+Entries = dict[str, dict[str, Any]]
+"""``bytes`` and ``sha256`` of files, by their names in the folder."""
 _STEP = re.compile(r"step_(\d{6,})")
 
 
@@ -43,7 +50,16 @@ class Found:
 
 
 FREE_BLOCKS = frozenset({"cluster", "checkpoint", "eval", "plane", "sft"})
-FREE_OPTIONS = frozenset({"run.dir", "reward.timeout_s", "reward.workers"})
+FREE_OPTIONS = frozenset(
+    {
+        "run.dir",
+        "reward.timeout_s",
+        "reward.workers",
+        "rollout.replicas",
+        "rollout.max_engine_restarts",
+        "rollout.engine_timeout_s",
+    }
+)
 """Blocks and options that may change when a run goes on: where it runs, what it saves and how it is watched."""
 
 
@@ -84,9 +100,15 @@ def problem(path: Path, world: int | None = None) -> str:
         return f"{STATE} has no cursor: it does not say which partition is next"
     if format_ != FORMAT:
         return f"format {format_} is not the format {FORMAT} that this version reads"
+    if not isinstance(saved_world, int) or saved_world < 1:
+        return f"{STATE} is not readable (world is {saved_world!r})"
     if world is not None and saved_world != world:
-        return f"it was saved by {saved_world} actor ranks, this run has {world}"
-    missing = [name for name in REQUIRED if name not in files]
+        return (
+            f"it was saved by {saved_world} actor rank{'s' if saved_world > 1 else ''}, this run has {world} "
+            "(actor.data_parallel)"
+        )
+    required = [shard_name(kind, rank, saved_world) for kind in KINDS for rank in range(saved_world)]
+    missing = [name for name in required if name not in files]
     if missing:
         return f"{STATE} lists no {', '.join(missing)}"
     for name, entry in files.items():
@@ -100,8 +122,10 @@ def problem(path: Path, world: int | None = None) -> str:
     return ""
 
 
-def latest_valid(directory: Path, world: int = 1) -> Found:
-    """The newest checkpoint under ``directory`` that is whole; those passed over are left as they are."""
+def latest_valid(directory: Path, world: int | None = None) -> Found:
+    """The newest checkpoint under ``directory`` that is whole and, given ``world``, was saved by that many ranks; those
+    passed over are left as they are.
+    """
     passed: list[tuple[Path, str]] = [
         (path, "the save was cut short before it was renamed into place")
         for path in sorted(directory.glob("step_*.tmp"))
@@ -114,9 +138,38 @@ def latest_valid(directory: Path, world: int = 1) -> Found:
     return Found(None, {}, tuple(passed))
 
 
-def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of ``masters``, ``optimizer`` or ``rng`` of a checkpoint, on the CPU."""
-    return load_file(path / f"{name}.safetensors")
+def shard_name(kind: str, rank: int, world: int) -> str:
+    """The file of what rank ``rank`` owns of ``masters``, ``optimizer`` or ``rng``."""
+    return f"{kind}.safetensors" if world == 1 else f"{kind}-{rank}-of-{world}.safetensors"
+
+
+def _shards(path: Path, kind: str) -> list[Path]:
+    world = int(json.loads((path / STATE).read_text())["world"])
+    return [path / shard_name(kind, rank, world) for rank in range(world)]
+
+
+def read_shard(path: Path, kind: str, rank: int) -> dict[str, Tensor]:
+    """What one rank wrote of ``masters``, ``optimizer`` or ``rng``, on the CPU."""
+    return load_file(_shards(path, kind)[rank])
+
+
+def iter_shards(path: Path, kind: str) -> Iterator[dict[str, Tensor]]:
+    """What each rank wrote of ``masters`` or ``optimizer``, one in memory at a time."""
+    return (load_file(file) for file in _shards(path, kind))
+
+
+def read_tensors(path: Path, kind: str) -> dict[str, Tensor]:
+    """All tensors of ``masters`` or ``optimizer`` of a checkpoint, whatever the number of ranks that saved it."""
+    return {name: tensor for shard in iter_shards(path, kind) for name, tensor in shard.items()}
+
+
+def read_shapes(path: Path, kind: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of ``masters`` or ``optimizer``, without reading the values."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _shards(path, kind):
+        with safe_open(file, framework="pt") as opened:
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    return shapes
 
 
 def read_published(path: Path) -> dict[int, list[WeightBucket]]:
@@ -137,32 +190,44 @@ class Checkpointer:
         self.previous: Path | None = None
         """Checkpoint of this lineage that published weights may be hard-linked from; set it after a resume."""
 
-    def save(
-        self,
-        step: int,
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        state: Mapping[str, Any],
-        published: Mapping[int, Callable[[], Iterable[WeightBucket]]],
-        world: int = 1,
-    ) -> Path:
-        """Write ``step_{step}`` and return its path.
-
-        ``tensors``: ``masters``, ``optimizer``, ``rng`` -> named tensors. ``published``: kept version -> its buckets,
-        called only where the file cannot be linked from the previous checkpoint. Folders of this or a later step (of
-        updates that a resume has undone, or broken) are renamed to ``….aside``, never overwritten.
-
-        Raises StrettoError when the disk is full or not writable; earlier checkpoints are then untouched.
-        """
-        final = self.directory / f"step_{step:06d}"
-        temporary = final.with_name(final.name + ".tmp")
-        try:
+    def begin(self, step: int) -> None:
+        """Rank 0, first: an empty temporary folder for ``step``. Raises StrettoError as ``commit``."""
+        with self._saving(step) as temporary:
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in self.directory.glob("step_*.tmp"):
                 shutil.rmtree(leftover)
             temporary.mkdir()
-            files: dict[str, dict[str, Any]] = {}
-            for name, named in tensors.items():
-                files[f"{name}.safetensors"] = _write(temporary / f"{name}.safetensors", named)
+
+    def write(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], rank: int = 0, world: int = 1) -> Entries:
+        """Every rank, after ``begin``: its shard of ``masters``, ``optimizer`` and ``rng``. Returns what ``commit``
+        wants to know of it. Raises StrettoError as ``commit``, but leaves the folder to the siblings that write to it.
+        """
+        with self._saving(step, remove=False) as temporary:
+            names = {kind: shard_name(kind, rank, world) for kind in KINDS}
+            return {name: _write(temporary / name, tensors[kind]) for kind, name in names.items()}
+
+    def commit(
+        self,
+        step: int,
+        shards: Sequence[Entries],
+        state: Mapping[str, Any],
+        published: Mapping[int, Callable[[], Iterable[WeightBucket]]],
+    ) -> Path:
+        """Rank 0, last: make what all ranks wrote (``shards``, in rank order) a checkpoint, and return its path.
+
+        ``published``: kept version -> its buckets, called only where the file cannot be linked from the previous
+        checkpoint. Folders of this or a later step (of updates that a resume has undone, or broken) are renamed to
+        ``….aside``, never overwritten.
+
+        Raises StrettoError when the disk is full or not writable, or a shard is not there; earlier checkpoints are then
+        untouched, and the temporary folder is gone.
+        """
+        final, world = self._final(step), len(shards)
+        with self._saving(step) as temporary:
+            files: Entries = {name: entry for shard in shards for name, entry in shard.items()}
+            for name, entry in files.items():
+                if not (temporary / name).is_file() or (temporary / name).stat().st_size != entry["bytes"]:
+                    raise OSError(f"{name} of another rank is not there: run.dir must be one folder for all ranks")
             for version, buckets in published.items():
                 name = f"published_{version:06d}.safetensors"
                 files[name] = self._link(name, temporary) or _write(temporary / name, _tensors(buckets()))
@@ -172,15 +237,31 @@ class Checkpointer:
             replaced = self._make_room(step, world)
             temporary.rename(final)
             _sync_directory(self.directory)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise StrettoError(
-                f"checkpoint {final} could not be written ({error}); earlier ones are untouched: free space there, "
-                "lower checkpoint.keep, or choose another run.dir"
-            ) from error
         self.previous = final
         self._prune(step, replaced)
         return final
+
+    def abandon(self, step: int) -> None:
+        """Remove what was written of ``step``, once no rank writes to it any more."""
+        shutil.rmtree(self._temporary(step), ignore_errors=True)
+
+    def _final(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}"
+
+    def _temporary(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}.tmp"
+
+    @contextmanager
+    def _saving(self, step: int, *, remove: bool = True) -> Iterator[Path]:
+        try:
+            yield self._temporary(step)
+        except (OSError, SafetensorError) as error:
+            if remove:
+                self.abandon(step)
+            raise StrettoError(
+                f"checkpoint {self._final(step)} could not be written ({error}); earlier ones are untouched: free "
+                "space there, lower checkpoint.keep, or choose another run.dir"
+            ) from error
 
     def _link(self, name: str, into: Path) -> dict[str, Any] | None:
         """Hard-link a published file from the previous checkpoint; None where it is not there or links do not work."""

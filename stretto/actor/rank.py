@@ -16,11 +16,15 @@ from torch import Tensor, nn
 from stretto.actor.advantage import GroupRelative
 from stretto.actor.checkpoint import (
     Checkpointer,
+    Entries,
     config_hash,
-    read_tensors,
+    iter_shards,
+    read_shapes,
+    read_shard,
     restore_rng,
     rng_tensors,
 )
+from stretto.actor.evidence import RankEvidence
 from stretto.actor.forward import Family
 from stretto.actor.objective import MicrobatchRows, grpo_objective, step_metrics
 from stretto.actor.old_policy import DedicatedForward, OldPolicySource
@@ -30,7 +34,7 @@ from stretto.actor.trainer import Trainer
 from stretto.actor.weights import WeightTags, iter_buckets
 from stretto.config import Config
 from stretto.models.batch import SampleBatch, SampleInput
-from stretto.observe.fingerprint import TensorSum, column_sum, combine, fingerprint, fingerprint_record
+from stretto.observe.fingerprint import TensorSum, column_sum, combine, fingerprint, fingerprint_record, tensor_sums
 from stretto.observe.trace import Tracer
 from stretto.types import (
     GROUP_FIELDS,
@@ -179,7 +183,7 @@ class ActorRankCore:
         return iter_buckets(dict(self.model.named_parameters()), version, dtype)
 
     def end_partition(self) -> None:
-        """Forget the samples of the partition; call after ``raw`` and ``fingerprints``."""
+        """Forget the samples of the partition; call after ``evidence``."""
         self._samples: dict[int, _Sample] = {}
         self._prompts: dict[int, ProcessedPrompt] = {}
         self._groups: dict[int, GroupRecord] = {}
@@ -237,7 +241,8 @@ class ActorRankCore:
         return np.where(bad, np.int32(self.family.eos_ids[0]), ids).astype(np.int32)
 
     def _collate(self, samples: Sequence[int]) -> SampleBatch:
-        return self.family.collate([self._samples[index].input for index in samples], self.device)
+        inputs = [self._samples[index].input for index in samples]
+        return self.family.collate(inputs, self.device, self.config.actor.sample_layout)
 
     def _rows(self, microbatch: Microbatch, batch: SampleBatch) -> MicrobatchRows:
         samples = [self._samples[index] for index in microbatch.samples]
@@ -290,9 +295,9 @@ class ActorRankCore:
             "train_logprobs": np.concatenate([self._new[index] for index in order] or empty),
         }
 
-    def input_sums(self) -> dict[str, TensorSum]:
-        """Hash of each input column over this rank's samples. Ranks' hashes add up (``fingerprint.add_sums``): the
-        columns that a group owns are counted by the rank that holds its first sample.
+    def input_sums(self) -> dict[str, dict[str, TensorSum]]:
+        """Hash of each input column over this rank's samples, under its own name. Ranks' hashes add up
+        (``fingerprint.add_sums``): the columns that a group owns are counted by the rank that holds its first sample.
         """
         order = sorted(self._indexes)
         owners = [group for group, record in sorted(self._groups.items()) if record.global_indexes[0] in set(order)]
@@ -306,42 +311,55 @@ class ActorRankCore:
         columns["rollout_logprobs"] = ([s.rollout for s in kept], order)
         columns["rewards"] = ([np.array([s.reward], np.float64) for s in kept], order)
         columns["valid"] = ([np.array([s.valid], np.uint8) for s in kept], order)
-        return {name: column_sum(rows, indexes) for name, (rows, indexes) in columns.items()}
+        # A rank without samples has no dtype to hash; it adds nothing.
+        return {name: {name: column_sum(rows, indexes)} if indexes else {} for name, (rows, indexes) in columns.items()}
 
-    def fingerprints(self) -> dict[str, str]:
-        """16 hex digits each for what the last update ended with and what went into it.
-
-        ``gradients`` are those handed to the optimizer: reduced, normalised, clipped. Everything but ``inputs.*``
-        is the same on every rank.
-        """
+    def evidence(self) -> RankEvidence:
+        """What the last update ended with on this rank, and what went into it."""
         indexes = sorted(self._advantages)
         rows = [np.array([self._advantages[index]], np.float32) for index in indexes]
-        return {
-            "parameters": fingerprint(self.trainer.master.named()),
-            "gradients": fingerprint(self.trainer.master.named_grads()),
-            "optimizer": fingerprint(self.trainer.optimizer_tensors()),
-            "advantages": combine({"advantages": column_sum(rows, indexes)}),
-            "schedule": fingerprint_record(self._schedules),
-            **{f"inputs.{name}": combine({name: value}) for name, value in self.input_sums().items()},
-        }
+        master = self.trainer.master
+        grads = master.named_grads()
+        return RankEvidence(
+            alike={
+                "advantages": combine({"advantages": column_sum(rows, indexes)}),
+                "schedule": fingerprint_record(self._schedules),
+            },
+            replica=fingerprint(master.named_parameters()) if self.group.world > 1 else "",
+            parts={
+                "parameters": tensor_sums(master.named()),
+                "gradients": tensor_sums({name: grads[name] for name in master.masters}),
+                "optimizer": tensor_sums(self.trainer.optimizer_tensors()),
+                **{f"inputs.{name}": sums for name, sums in self.input_sums().items()},
+            },
+            raw=self.raw(),
+        )
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
-    def save(
+    def write_shard(self, step: int) -> Entries:
+        """Every rank, after ``checkpointer.begin`` on rank 0: its part of checkpoint ``step``."""
+        tensors = {
+            "masters": self.trainer.master.named(),
+            "optimizer": self.trainer.optimizer_tensors(),
+            "rng": rng_tensors(),
+        }
+        return self.checkpointer.write(step, tensors, self.group.rank, self.group.world)
+
+    def commit(
         self,
         step: int,
+        shards: Sequence[Entries],
         cursor: int,
         policy_version: int,
         published: Mapping[int, Callable[[], Iterable[WeightBucket]]],
         extra: Mapping[str, Any] | None = None,
-    ) -> Path | None:
-        """Write checkpoint ``step``; rank 0 only (ranks hold the same state), None on the others.
+    ) -> Path:
+        """Rank 0, once all ranks have written: complete checkpoint ``step``; ``shards`` are their answers.
 
         ``cursor``: the next partition to train. ``published``: versions v - s … v - 1, each a call that gives its
         buckets. ``extra``: plain JSON of the loop's, found again as ``state["extra"]``.
         """
-        if self.group.rank != 0:
-            return None
         trainer = self.trainer
         state = {
             "cursor": cursor,
@@ -352,21 +370,15 @@ class ActorRankCore:
             "config_hash": config_hash(self.config),
             "extra": dict(extra or {}),
         }
-        tensors = {
-            "masters": trainer.master.named(),
-            "optimizer": trainer.optimizer_tensors(),
-            "rng": rng_tensors(),
-        }
-        return self.checkpointer.save(step, tensors, state, published, self.group.world)
+        return self.checkpointer.commit(step, shards, state, published)
 
     def load(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint that ``latest_valid`` found; every rank reads it.
+        """Go on from a checkpoint that ``latest_valid`` found for this number of ranks; every rank reads it.
 
         Raises StrettoError where its tensors do not fit this model.
         """
-        masters = read_tensors(path, "masters")
-        expected = {name: tuple(t.shape) for name, t in self.trainer.master.named().items()}
-        found = {name: tuple(t.shape) for name, t in masters.items()}
+        expected = {name: tuple(t.shape) for name, t in self.trainer.master.named_parameters().items()}
+        found = read_shapes(path, "masters")
         if expected != found:
             odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
             raise StrettoError(
@@ -374,10 +386,14 @@ class ActorRankCore:
                 f"{expected.get(odd[0], 'absent')} here; resume with the model options it was saved with, or choose "
                 "another run.dir"
             )
+        rank = self.group.rank
         self.trainer.restore(
-            masters, read_tensors(path, "optimizer"), int(state["optimizer_step"]), int(state["skipped"])
+            iter_shards(path, "masters"),
+            read_shard(path, "optimizer", rank),
+            int(state["optimizer_step"]),
+            int(state["skipped"]),
         )
-        restore_rng(read_tensors(path, "rng"))
+        restore_rng(read_shard(path, "rng", rank))
         self.checkpointer.previous = path
 
 

@@ -7,7 +7,7 @@ divides, clips, and steps. The objective is the caller's, so that GRPO and super
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +43,11 @@ class StepStats:
 
 
 class Trainer:
-    """Owns the masters, the optimizer and ``optimizer_step`` (updates applied) of one rank."""
+    """Owns the masters, the optimizer and ``optimizer_step`` (updates applied) of one rank.
+
+    Of several ranks, each steps the parameters that it owns, from a gradient and a norm that are the same on all, and
+    hands them to the others: every element is computed by the same operations as on one rank, so with the same bits.
+    """
 
     def __init__(
         self,
@@ -59,9 +63,9 @@ class Trainer:
         self.group = group or RankGroup()
         self.lr: LrSchedule = lr
         self.grad_clip = actor.grad_clip
-        self.master = MasterWeights(model)
+        self.master = MasterWeights(model, self.group)
         self.optimizer = build_adamw(
-            self.master.masters, betas=actor.betas, eps=actor.eps, weight_decay=actor.weight_decay
+            list(self.master.masters.values()), betas=actor.betas, eps=actor.eps, weight_decay=actor.weight_decay
         )
         self.optimizer_step = 0
         self.skipped = 0
@@ -89,7 +93,7 @@ class Trainer:
         The update is skipped on all ranks alike where the loss or the gradient norm is not finite, or where there is
         nothing to divide by (no valid sample holds a response token).
         """
-        reduce_sum(self.master.flat_grad, self.group)
+        reduce_sum(self.master.flat_grad, self.group, "the sum of gradients")
         totals = self._statistics.reduce(self.group)
         lr = self.lr(self.optimizer_step)
         loss, norm, reason = math.nan, math.nan, ""
@@ -119,20 +123,28 @@ class Trainer:
     # State ---------------------------------------------------------------------------------------------------------
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """AdamW's state by ``<parameter>.<name>``, not copied; empty before the first applied update."""
+        """AdamW's state by ``<parameter>.<name>``, not copied, of the parameters that this rank owns; empty before the
+        first applied update.
+        """
         return {
             f"{name}.{key}": value
-            for name, master in zip(self.master.names, self.master.masters, strict=True)
+            for name, master in self.master.masters.items()
             for key, value in self.optimizer.state.get(master, {}).items()
         }
 
     def restore(
-        self, masters: dict[str, Tensor], optimizer: dict[str, Tensor], optimizer_step: int, skipped: int
+        self,
+        masters: Iterable[Mapping[str, Tensor]],
+        optimizer: Mapping[str, Tensor],
+        optimizer_step: int,
+        skipped: int,
     ) -> None:
-        """Set everything that an update depends on from the forms of ``master.named`` and ``optimizer_tensors``."""
+        """Set everything that an update depends on: ``masters`` of all ranks (see ``MasterWeights.load``), and
+        ``optimizer`` in the form of this rank's ``optimizer_tensors``.
+        """
         self.master.load(masters)
         self.optimizer.state.clear()
-        for name, master in zip(self.master.names, self.master.masters, strict=True):
+        for name, master in self.master.masters.items():
             keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in optimizer]
             if keys:
                 self.optimizer.state[master] = {key: optimizer[f"{name}.{key}"].to(master.device) for key in keys}
