@@ -57,6 +57,7 @@ def cross_field_problems(config: Config, origins: Mapping[str, str], *, training
     """
     reader = Reader(config, origins)
     found = [*_paths(config, reader), *_model(config, reader), *_cores(config, reader), *_stop(config, reader)]
+    found += _data(config, reader, training)
     if training:
         found += [*_sampling(config, reader), *_batches(config, reader)]
     return found
@@ -99,6 +100,46 @@ def _paths(config: Config, reader: Reader) -> Iterator[Problem]:
 def _stop(config: Config, reader: Reader) -> Iterator[Problem]:
     if "" in config.rollout.stop:
         yield reader.problem("rollout.stop", why='every response holds "", so that none would begin; leave it out')
+
+
+_DIGITS = ("digits", "worked", "layout", "labelled_images")
+_SPLITS = ("train_files", "validation_files", "test_files")
+_FILES = (
+    *_SPLITS, "image_folder", "prompt_column", "images_column", "answer_column", "source_column", "id_column",
+    "bad_rows", "overlong_prompts", "max_prompt_tokens",
+)  # fmt: skip
+DATA_EXTENSIONS = (".jsonl", ".parquet")
+
+
+def _data(config: Config, reader: Reader, training: bool) -> Iterator[Problem]:
+    data = config.data
+    other = _DIGITS if data.source == "files" else _FILES
+    for key in other:
+        if getattr(data, key) != type(data).model_fields[key].default:
+            meant = 'leave it out, or set data.source to "digits"' if other is _DIGITS else 'set data.source to "files"'
+            yield reader.problem(f"data.{key}", "data.source", why=f"that source does not read it; {meant}")
+    if data.source != "files":
+        return
+    if not data.train_files:
+        yield reader.problem("data.train_files", why="name at least one .jsonl or .parquet file")
+    if training and config.eval.every > 0 and not data.validation_files:
+        yield reader.problem(
+            "eval.every",
+            "data.validation_files",
+            why="there is nothing to evaluate on; name files, or set eval.every to 0",
+        )
+    for key in _SPLITS:
+        names = getattr(data, key)
+        if wrong := [name for name in names if Path(name).suffix.lower() not in DATA_EXTENSIONS]:
+            yield reader.problem(
+                f"data.{key}",
+                why=f"{shown(wrong[0])} is neither .jsonl (one JSON object a line) nor .parquet; convert it, or rename "
+                "it where it is one of the two",
+            )
+        if double := [name for name in names if names.count(name) > 1]:
+            yield reader.problem(f"data.{key}", why=f"{shown(double[0])} is named twice; name it once")
+    if not data.prompt_column:
+        yield reader.problem("data.prompt_column", why="every row needs a prompt; name its column")
 
 
 def _cores(config: Config, reader: Reader) -> Iterator[Problem]:
@@ -259,6 +300,25 @@ def model_folder(config: Config, reader: Reader) -> Iterator[Problem]:
         )
     elif not (folder / "config.json").is_file():
         yield reader.problem("model.path", why="the folder holds no config.json; name one that save_pretrained wrote")
+
+
+def _data_files(config: Config, reader: Reader) -> Iterator[Problem]:
+    data = config.data
+    for key in _SPLITS if data.source == "files" else ():
+        missing = [name for name in getattr(data, key) if not os.path.isfile(name)]
+        if missing:
+            near = Path(missing[0]).parent
+            inside = (
+                sorted(p.name for p in near.iterdir() if p.suffix.lower() in DATA_EXTENSIONS)[:10]
+                if near.is_dir()
+                else []
+            )
+            hint = f"{near} holds {', '.join(inside)}" if inside else f"{near} holds no such file"
+            yield reader.problem(
+                f"data.{key}", why=f"there is no file {shown(missing[0])} (from {os.getcwd()}); {hint}"
+            )
+    if data.source == "files" and data.image_folder and not os.path.isdir(data.image_folder):
+        yield reader.problem("data.image_folder", why="there is no such folder; name another one")
 
 
 def _maker(path: str, origins: Mapping[str, str]) -> str:

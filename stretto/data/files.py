@@ -17,7 +17,7 @@ from stretto.config import DataConfig
 from stretto.data import rowcache
 from stretto.data.check import Gauge, RowCheck, check_rows, problems
 from stretto.data.rows import columns, row_id, to_prompt
-from stretto.data.tables import EXTENSIONS, BadRow, Table, open_table
+from stretto.data.tables import BadRow, Table, open_table
 from stretto.types import ConfigError, Prompt, Split, StrettoError
 
 VERSION = 1
@@ -142,7 +142,7 @@ def open_rows(cfg: DataConfig, split: Split) -> Rows:
     option = "train" if split == "labelled" else split
     names = getattr(cfg, f"{option}_files")
     if not names:
-        raise ConfigError([f"data.{option}_files = []: name the {' or '.join(EXTENSIONS)} files of the {split} split"])
+        raise ConfigError([f"data.{option}_files = []: name the .jsonl or .parquet files of the {split} split"])
     tables, told = [], []
     for name in names:
         try:
@@ -174,6 +174,7 @@ def open_files(
         kept = rowcache.Kept(found, tuple(_content(table.path) for table in rows.tables))
         if folder:
             rowcache.store(folder, split, key, kept)
+    note(_counts(split, kept.found))
     told = problems(split, kept.found, {"bad": cfg.bad_rows, "overlong": cfg.overlong_prompts})
     if told:
         raise ConfigError(told)
@@ -190,10 +191,13 @@ def _checked(rows: Rows, split: Split, gauge: Gauge, note: Note) -> RowCheck:
     told = [*_missing_columns(rows.cfg, split, seen), *_double_ids(rows, seen)]
     if told:
         raise ConfigError(told)
-    bad, overlong = found.count("bad"), found.count("overlong")
-    left_out = f"; left out: {bad:,} bad, {overlong:,} too long" if found.refused else ""
-    note(f"data        {len(found.usable):,} of {found.rows:,} {split} rows can be used{left_out}")
     return found
+
+
+def _counts(split: Split, found: RowCheck) -> str:
+    bad, overlong = found.count("bad"), found.count("overlong")
+    left_out = f"; {bad:,} bad, {overlong:,} too long" if found.refused else ""
+    return f"data        {len(found.usable):,} of {found.rows:,} {split} rows can be used{left_out}"
 
 
 def _missing_columns(cfg: DataConfig, split: Split, seen: _Seen) -> list[str]:

@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 
 from stretto.types import StrettoError
 
-EXTENSIONS = (".jsonl", ".parquet")
 CACHED_BYTES = 256 * 2**20
 """Parquet row groups kept decoded: the newest ones, as long as they take no more than this together."""
 
