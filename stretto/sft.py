@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stretto import build
 from stretto.actor.optim import warmup_constant_decay
 from stretto.actor.trainer import Trainer
 from stretto.config import Config
 from stretto.data.cursor import rows_of_partition
-from stretto.data.source import Source, open_source
+from stretto.data.source import Source
 from stretto.models.batch import SampleInput
 from stretto.models.loading import load_family, load_model, save_model
 from stretto.models.qwen3_vl import Qwen3VL
@@ -51,7 +52,8 @@ def run_sft(config: Config, output: Path, report: Report = lambda *_: None) -> S
     """
     sft = config.sft
     family, model = load_family(config.model), load_model(config.model, config.run.seed)
-    labelled, validation = open_source(config.data, "labelled"), open_source(config.data, "validation")
+    labelled = build.source(config, "labelled", family, keep=False)
+    validation = build.source(config, "validation", family, keep=False)
     lr = warmup_constant_decay(
         peak=sft.lr, warmup=sft.warmup_steps, updates=sft.steps, decay_fraction=0.0, decay_to=1.0
     )

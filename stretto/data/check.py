@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -28,6 +28,18 @@ REPORT_S = 5.0
 
 Report = Callable[[int, int], None]
 """Told how many rows of how many have been checked, every few seconds."""
+
+
+class Note(Protocol):
+    """Tells the user something; ``stays``: it is a result, and not only how far something is."""
+
+    def __call__(self, message: str, *, stays: bool = False) -> None: ...
+
+
+def silent(message: str, *, stays: bool = False) -> None:
+    """A ``Note`` that nobody reads."""
+
+
 FileState = tuple[str, int, int]
 """Path as it was looked up, size in bytes, time of the last change in ns."""
 

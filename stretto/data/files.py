@@ -7,7 +7,7 @@ import json
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 from stretto.config import DataConfig
 from stretto.data import rowcache
-from stretto.data.check import Gauge, RowCheck, check_rows, problems
+from stretto.data.check import Gauge, Note, RowCheck, check_rows, problems, silent
 from stretto.data.rows import columns, row_id, to_prompt
 from stretto.data.tables import BadRow, Table, open_table
 from stretto.types import ConfigError, Prompt, Split, StrettoError
@@ -24,8 +24,6 @@ VERSION = 1
 """Of how rows become prompts; part of the fingerprint."""
 MAPPING = ("prompt_column", "images_column", "answer_column", "source_column", "id_column", "max_prompt_tokens")
 """Options that decide the content of rows, or which of them are used."""
-
-Note = Callable[[str], None]
 
 
 class Rows:
@@ -150,13 +148,11 @@ def open_rows(cfg: DataConfig, split: Split) -> Rows:
         except StrettoError as error:
             told.append(f"data.{option}_files: {error}")
     if told:
-        raise ConfigError(told)
+        raise ConfigError(told, exit_code=1)
     return Rows(cfg, tables)
 
 
-def open_files(
-    cfg: DataConfig, split: Split, gauge: Gauge, folder: Path | None = None, note: Note = lambda _: None
-) -> Files:
+def open_files(cfg: DataConfig, split: Split, gauge: Gauge, folder: Path | None = None, note: Note = silent) -> Files:
     """The usable rows of a split: checked one by one, or as a check of the same files left it in ``folder``.
 
     ``folder`` (``<run.dir>/data``) gets ``<split>-<hash>.json`` and, where rows are left out, ``skipped.jsonl``; with
@@ -174,10 +170,10 @@ def open_files(
         kept = rowcache.Kept(found, tuple(_content(table.path) for table in rows.tables))
         if folder:
             rowcache.store(folder, split, key, kept)
-    note(_counts(split, kept.found))
+    note(_counts(split, kept.found), stays=True)
     told = problems(split, kept.found, {"bad": cfg.bad_rows, "overlong": cfg.overlong_prompts})
     if told:
-        raise ConfigError(told)
+        raise ConfigError(told, exit_code=1)
     return Files(rows, split, kept.found, kept.contents)
 
 
@@ -190,7 +186,7 @@ def _checked(rows: Rows, split: Split, gauge: Gauge, note: Note) -> RowCheck:
     found = check_rows(len(rows), lambda i: rows.read(i, seen), rows.name, gauge, report)
     told = [*_missing_columns(rows.cfg, split, seen), *_double_ids(rows, seen)]
     if told:
-        raise ConfigError(told)
+        raise ConfigError(told, exit_code=1)
     return found
 
 

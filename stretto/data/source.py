@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from stretto.config import DataConfig
-from stretto.data.check import Gauge
+from stretto.data.check import Gauge, Note, silent
 from stretto.data.digits import Digits
 from stretto.data.files import open_files
 from stretto.types import Prompt, Split
@@ -39,7 +38,7 @@ def open_source(
     split: Split,
     gauge: Gauge | None = None,
     folder: Path | None = None,
-    note: Callable[[str], None] = lambda _: None,
+    note: Note = silent,
 ) -> Source:
     """The ``split`` of the data set that ``cfg`` names: train, validation, test, or labelled (for the warm-start).
 

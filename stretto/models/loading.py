@@ -6,6 +6,7 @@ import copy
 import socket
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -252,10 +253,9 @@ def weight_bytes(cfg: ModelConfig) -> int:
     return sum(p.numel() for p in model.parameters()) * DTYPES[cfg.dtype].itemsize
 
 
-def image_patches(family: Qwen3VL, images: tuple[np.ndarray, ...]) -> int:
+def image_patches(family: Qwen3VL, images: Sequence[np.ndarray]) -> int:
     """Patches that ``images`` [height, width, 3] will have, from their sizes alone."""
-    count = family.image_processor.get_number_of_image_patches
-    return sum(count(image.shape[0], image.shape[1]) for image in images)
+    return sum(family.patches(images))
 
 
 def try_forward(cfg: ModelConfig, family: Qwen3VL, prompt: ProcessedPrompt) -> None:

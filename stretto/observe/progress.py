@@ -51,8 +51,8 @@ class Progress(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
-    def note(self, message: str) -> None:
-        """One line for the user: what is being waited for, or what happened."""
+    def note(self, message: str, *, stays: bool = False) -> None:
+        """One line for the user: what is being waited for, or what happened; one that ``stays`` is not replaced."""
         ...
 
     def evaluation(self, result: Evaluation) -> None: ...
@@ -166,7 +166,7 @@ class PlainProgress:
     ) -> None:
         self._stream.flush()
 
-    def note(self, message: str) -> None:
+    def note(self, message: str, *, stays: bool = False) -> None:
         print(message, file=self._stream, flush=True)
 
     def evaluation(self, result: Evaluation) -> None:
@@ -232,8 +232,11 @@ class LiveProgress:
         if written:
             print(f"other output of this run ({written:,} bytes): {self._log}", file=sys.stderr)
 
-    def note(self, message: str) -> None:
-        self._note = message
+    def note(self, message: str, *, stays: bool = False) -> None:
+        if stays:
+            self._live.console.print(Text(message))
+        else:
+            self._note = message
 
     def evaluation(self, result: Evaluation) -> None:
         self._course.evaluated = result

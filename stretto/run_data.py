@@ -1,0 +1,58 @@
+"""The data of a training run: opened and checked before its processes start, and the same as before when it goes on."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from stretto import build
+from stretto.config import Config
+from stretto.data.source import Source
+from stretto.observe.manifest import read_manifest
+from stretto.observe.progress import Progress
+from stretto.types import ConfigError, Split, StrettoError
+
+
+def open_data(config: Config, progress: Progress, *, resumed: bool) -> tuple[Source, dict[str, Any]]:
+    """The source to train on, and what the manifest says of the data.
+
+    The validation split is checked too where the run evaluates, so that nothing about data is left to find later.
+
+    Raises:
+        ConfigError: rows that are refused or columns that are missing, of all splits at once.
+        StrettoError: a run goes on, and its data is not what it was.
+    """
+    splits: list[Split] = ["train", "validation"] if config.eval.every > 0 else ["train"]
+    opened: dict[str, Source] = {}
+    told: list[str] = []
+    for split in splits:
+        try:
+            opened[split] = build.source(config, split, keep=True, note=progress.note)
+        except ConfigError as error:
+            told += error.problems
+    if told:
+        raise ConfigError(told, exit_code=1)
+    facts = {split: source.facts() for split, source in opened.items()}
+    if resumed:
+        _same_as_before(Path(config.run.dir), facts["train"])
+    validation = {"validation": facts["validation"]} if "validation" in facts else {}
+    return opened["train"], facts["train"] | validation
+
+
+def _same_as_before(run_dir: Path, now: dict[str, Any]) -> None:
+    """The cursor of a checkpoint means rows by their number: with others, some would be trained twice and some never.
+
+    Without a manifest there is nothing to compare with.
+    """
+    before: dict[str, Any] = {}
+    with suppress(StrettoError, LookupError):
+        before = read_manifest(run_dir)["sessions"][-1]["data"]
+    if before.get("fingerprint") in (None, now["fingerprint"]):
+        return
+    raise StrettoError(
+        f"run.dir = {str(run_dir)!r}: the training data has changed since this run began: {before.get('rows')} usable "
+        f"rows then, {now['rows']} now"
+        + (", with other content, columns or image files" if before.get("rows") == now["rows"] else "")
+        + "; put the files back as they were (cp -p keeps the times of copies), or start a new run in another run.dir"
+    )
