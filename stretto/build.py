@@ -5,6 +5,9 @@ Functions import what they build when they are called, so that a process loads o
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +17,14 @@ from stretto.observe.trace import Tracer
 if TYPE_CHECKING:
     from stretto.actor.parallel import RankGroup
     from stretto.actor.rank import ActorRankCore, Fetch
+    from stretto.data.check import Gauge, Note
+    from stretto.data.source import Source
     from stretto.models.qwen3_vl import Qwen3VL
     from stretto.phase1 import Forward, Phase1
     from stretto.plane.protocol import DataPlane, Producer
     from stretto.rollout.engine import Engine, Sampling
     from stretto.rollout.worker import RolloutWorker
+    from stretto.types import Split
 
 
 def tracer(config: Config, process: str) -> Tracer:
@@ -38,11 +44,12 @@ def phase1(config: Config, plane: DataPlane, forward: Forward, tracer: Tracer) -
     return WholeMini(config, plane, forward, tracer)
 
 
-def engine(config: Config, family: Qwen3VL, device: str) -> Engine:
-    from stretto.models.loading import load_model
+def engine(config: Config, device: str) -> Engine:
+    """An engine of this process, not yet started."""
+    from stretto.models.loading import load_family, load_model
     from stretto.rollout.hf import HfEngine
 
-    return HfEngine(family, lambda: load_model(config.model, config.run.seed, device), device)
+    return HfEngine(load_family(config.model), lambda: load_model(config.model, config.run.seed, device), device)
 
 
 def sampling(config: Config) -> Sampling:
@@ -59,27 +66,90 @@ def sampling(config: Config) -> Sampling:
     )
 
 
+def source(
+    config: Config,
+    split: Split,
+    family: Qwen3VL | None = None,
+    *,
+    keep: bool,
+    note: Note | None = None,
+) -> Source:
+    """A split of the data, its rows checked; with ``keep`` what is found stays in the run folder, or is taken from it.
+
+    Raises ConfigError for rows or options that cannot be used.
+    """
+    from stretto.data.check import silent
+    from stretto.data.source import open_source
+
+    if config.data.source == "digits":
+        return open_source(config.data, split)
+    if family is None:
+        from stretto.models.loading import load_family
+
+        family = load_family(config.model)
+    folder = Path(config.run.dir) / "data" if keep else None
+    return open_source(config.data, split, gauge(config, family, split), folder, note or silent)
+
+
+def gauge(config: Config, family: Qwen3VL, split: Split) -> Gauge:
+    """How prompts are measured, and what the longest may be: the actor's budgets bind what is trained on."""
+    from stretto.data.check import Gauge, Limit
+
+    room = config.actor.max_tokens_per_microbatch - config.rollout.max_response_tokens
+    tokens: list[Limit] = []
+    patches: Limit | None = None
+    if split == "train":
+        by = "actor.max_tokens_per_microbatch less rollout.max_response_tokens"
+        tokens.append(Limit(most=room, set_by=by))
+        patches = Limit(most=config.actor.max_patches_per_microbatch, set_by="actor.max_patches_per_microbatch")
+    if config.data.max_prompt_tokens:
+        tokens.append(Limit(most=config.data.max_prompt_tokens, set_by="data.max_prompt_tokens"))
+    return Gauge(
+        tokens=family.prompt_tokens,
+        patches=lambda prompt: sum(family.patches(prompt.images)),
+        max_tokens=min(tokens, key=lambda limit: limit.most, default=None),
+        max_patches=patches,
+        key=family.reads_as(),
+    )
+
+
 async def rollout_worker(
-    config: Config, producer: Producer | None, tracer: Tracer, device: str, *, own_engine: Engine | None = None
-) -> RolloutWorker:
-    """The rollout side, ready to run. Without a ``producer`` it can only evaluate.
+    config: Config,
+    producer: Producer | None,
+    tracer: Tracer,
+    make_engine: Callable[[int], Engine],
+    *,
+    replicas: int | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> tuple[RolloutWorker, list[Mapping[str, Any]]]:
+    """The rollout side, ready to run, and what each engine has set for itself. ``make_engine(i)`` gives the engine of
+    replica i (``rollout.replicas`` of them, unless ``replicas`` says otherwise). Without a ``producer`` it can only
+    evaluate.
 
     Raises ConfigError for a reward function or model that cannot be used.
     """
     from stretto.data.processor import InlineProcessor
-    from stretto.data.source import open_source
     from stretto.models.loading import load_family
     from stretto.rollout.reward import Rewarder
+    from stretto.rollout.router import Router
     from stretto.rollout.scheduler import Scheduler
     from stretto.rollout.worker import RolloutWorker
 
     rewarder = Rewarder(config.reward)
-    await rewarder.start()
-    family = load_family(config.model)
+    router = Router(
+        make_engine,
+        config.rollout.replicas if replicas is None else replicas,
+        max_restarts=config.rollout.max_engine_restarts,
+        timeout_s=config.rollout.engine_timeout_s,
+        tracer=tracer,
+        note=note,
+    )
+    _, facts, family = await asyncio.gather(
+        rewarder.start(), router.start(), asyncio.to_thread(load_family, config.model)
+    )
     processor = InlineProcessor(family.process, tracer)
-    rollout_engine = own_engine or engine(config, family, device)
     scheduler = Scheduler(
-        engine=rollout_engine,
+        router=router,
         processor=processor,
         rewarder=rewarder,
         put=producer.put if producer else _no_plane,
@@ -87,14 +157,17 @@ async def rollout_worker(
         groups_per_decode_batch=config.rollout.groups_per_decode_batch,
         tracer=tracer,
     )
-    return RolloutWorker(
+    worker = RolloutWorker(
+        router=router,
         scheduler=scheduler,
-        train=open_source(config.data, "train"),
-        evaluation=lambda split: open_source(config.data, split),
+        mode=config.staleness.mode,
+        train=source(config, "train", family, keep=True) if producer else [],
+        evaluation=cache(lambda split: source(config, split, family, keep=producer is not None)),
         fail=producer.fail if producer else _no_plane,
-        closing=(rewarder.close, processor.close, rollout_engine.close),
+        closing=(rewarder.close, processor.close, router.close),
         tracer=tracer,
     )
+    return worker, facts
 
 
 async def _no_plane(*_: Any) -> None:

@@ -302,7 +302,7 @@ def model_folder(config: Config, reader: Reader) -> Iterator[Problem]:
         yield reader.problem("model.path", why="the folder holds no config.json; name one that save_pretrained wrote")
 
 
-def _data_files(config: Config, reader: Reader) -> Iterator[Problem]:
+def data_files(config: Config, reader: Reader) -> Iterator[Problem]:
     data = config.data
     for key in _SPLITS if data.source == "files" else ():
         missing = [name for name in getattr(data, key) if not os.path.isfile(name)]

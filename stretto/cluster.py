@@ -16,6 +16,7 @@ from stretto import build, compat, machine
 from stretto.actor_ranks import Actor
 from stretto.config import Config
 from stretto.embedded import EmbeddedRay
+from stretto.engine_process import create_engine
 from stretto.plane.ray_plane import RayPlane
 from stretto.remote import answers
 from stretto.rollout_process import Rollout
@@ -73,8 +74,9 @@ class Cluster:
     def __enter__(self) -> Cluster:
         try:
             self._start_ray()
-            self.plane: RayPlane = build.plane(self.config)
-            self.rollout = Rollout(self.config, self.place, self.plane)
+            engines = [create_engine(self.config, self.place, i) for i in range(self.config.rollout.replicas)]
+            self.plane: RayPlane = build.plane(self.config)  # waits for its process, while the engines' come up
+            self.rollout = Rollout(self.config, self.place, self.plane, engines)
             self.actor = Actor(self.config, self.place, self.plane)
         except BaseException:
             self._stop_ray()
@@ -85,7 +87,8 @@ class Cluster:
         """Join ``cluster.address``, or start a Ray of our own that ends with this process."""
         os.environ.update({k: v for k, v in machine.ENVIRONMENT.items() if k not in os.environ})
         if self.own_ray is not None:
-            cores = len(self.place.actor_cores) + len(self.place.rollout_cores)
+            # Ray counts a core for each process, the coordinator of the rollout side included; ours are pinned by us.
+            cores = 1 + self.config.actor.data_parallel + self.config.rollout.replicas
             self.own_ray.start(cpus=max(4, cores), object_store_bytes=object_store_bytes(self.config))
             return
         with compat.ray_as_a_guest(STOPS.put_off):

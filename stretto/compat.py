@@ -134,7 +134,8 @@ def ray_as_a_guest(undisturbed: Callable[[], AbstractContextManager[None]]) -> I
 
     Ray 2.60 replaces the SIGTERM handler twice (``sys.exit`` in Python, then a crash dump in C++), crashes at exit
     where an exception interrupts it while it connects (which it does ``undisturbed`` therefore), and prints a hint
-    about token authentication, which it turns on by itself.
+    about token authentication, which it turns on by itself. What its nodes say of workers that died it prints
+    whatever ``log_to_driver`` says, also later on; whoever called such a worker gets the error.
 
     Remove once ``ray.init`` has options for these; ``tests/system/test_lifecycle.py`` sends signals and reads outputs.
     """
@@ -152,6 +153,7 @@ def ray_as_a_guest(undisturbed: Callable[[], AbstractContextManager[None]]) -> I
     ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
     utils.set_sigterm_handler = lambda handler: None
     worker.connect = connect
+    worker.print_to_stdstream = lambda *_, **__: None  # for good
     hints.setLevel(logging.ERROR)
     try:
         yield

@@ -13,12 +13,13 @@ from stretto.actor.checkpoint import Found, read_published
 from stretto.cluster import Cluster, WeightStore
 from stretto.config import Config
 from stretto.data.cursor import rows_of_partition
-from stretto.data.source import Source, open_source
+from stretto.data.source import Source
 from stretto.observe.manifest import Manifest, Status
 from stretto.observe.perfetto import write_trace
 from stretto.observe.progress import Progress
 from stretto.phase1 import Phase1
 from stretto.records import Records, Step, writing
+from stretto.run_data import open_data
 from stretto.stops import STOPS
 from stretto.types import PartitionPlan, StrettoError
 
@@ -72,6 +73,7 @@ class Run:
             self.weights.keep(version, self.weights[version - 1])
         else:
             self.weights.keep(version, self.actor.publish(version))
+        self.rollout.offer(version, self.weights[version])
         if self._evaluation_due(version):
             self._evaluate(version)
 
@@ -89,6 +91,8 @@ class Run:
                 self.saved = self.done
         for evaluation in self.rollout.evaluations(wait=self.done == self.last):
             self.records.evaluation(evaluation)
+        for note in self.rollout.notes():
+            self.records.note(note)
         self.records.step(step)
         if STOPS.terminated:
             raise Stopped(f"ended by SIGTERM after update {self.done}; a checkpoint holds all of it")
@@ -104,6 +108,7 @@ class Run:
             for version, buckets in read_published(found.path).items():
                 self.weights.keep(version, [ray.put(bucket) for bucket in buckets])
         self.weights.keep(self.first, self.actor.publish(self.first))
+        self.rollout.offer(self.first, self.weights[self.first])
         recorded = {evaluation.version for evaluation in self.records.evaluations()}
         for version in self.weights:
             if self._evaluation_due(version) and version not in recorded:
@@ -132,7 +137,7 @@ def open_run(
     """
     first = int(found.state["cursor"]) if found.path is not None else 0
     run_dir = Path(config.run.dir)
-    source = open_source(config.data, "train")
+    source, data = open_data(config, progress, resumed=found.path is not None)
     done = first
     with STOPS.held():
         with writing(run_dir):
@@ -142,7 +147,7 @@ def open_run(
                 sources=sources,
                 seeds={"run.seed": config.run.seed},
                 model={"path": config.model.path},
-                data={"rows": len(source), "fingerprint": source.fingerprint()},
+                data=data,
                 first_update=first,
             )
         try:

@@ -33,7 +33,7 @@ VITAL = ("gcs_server", "raylet")
 """Ray's processes without which nothing goes on; without the others a run is complete."""
 WATCH_S = 0.5
 KILL_S = 3.0
-PARTS = {"RolloutProcess": "rollout", "ActorProcess": "actor", "LedgerActor": "ledger"}
+PARTS = {"RolloutProcess": "rollout", "EngineProcess": "engine", "ActorProcess": "actor", "LedgerActor": "ledger"}
 
 
 class EmbeddedRay:

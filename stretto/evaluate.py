@@ -20,8 +20,10 @@ def evaluate(config: Config, split: Split, prompts: int) -> Evaluation:
 
 
 async def _evaluate(config: Config, split: Split, prompts: int) -> Evaluation:
-    worker = await build.rollout_worker(config, None, Tracer(None, "eval"), "cpu")
+    worker, _ = await build.rollout_worker(
+        config, None, Tracer(None, "eval"), lambda _: build.engine(config, "cpu"), replicas=1
+    )
     try:
-        return await worker.evaluate_loaded(split, prompts)
+        return await worker.evaluate(split, prompts, None)
     finally:
         await worker.close()

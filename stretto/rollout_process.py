@@ -1,37 +1,82 @@
-"""The rollout side as a Ray actor, and the controller's end of it."""
+"""The rollout side's coordinator as a Ray actor, and the controller's end of it."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import ray
 
 from stretto import build, machine
 from stretto.config import Config
+from stretto.engine_process import RemoteEngine, create_engine
 from stretto.plane.ray_plane import PayloadProducer, RayPlane, RayProducer
 from stretto.remote import answers, memory_mib
+from stretto.rollout.router import Offer
 from stretto.types import Evaluation, PartitionPlan, Split
 
 
 class RolloutProcess(PayloadProducer):
-    """Ray actor of the rollout side; async, so that it serves the plane while a partition is generated."""
+    """Ray actor that processes prompts, sends decode batches to the engines, has responses scored, and puts them.
 
-    def __init__(self, config: Config, place: machine.Placement, plane: RayPlane):
+    Async, so that it serves the plane while partitions are generated. It holds no model. ``processes`` are the engines'
+    first ones; their successors are made here.
+    """
+
+    def __init__(self, config: Config, place: machine.Placement, plane: RayPlane, processes: list[Any]):
         self.config, self.place, self.plane = config, place, plane
+        self._first = dict(enumerate(processes))
+        self._engines: dict[int, RemoteEngine] = {}
+        self._notes: list[str] = []
+        self._turn, self._turned = 0, asyncio.Event()
 
     async def start(self) -> dict[str, Any]:
         machine.adopt_orphans()  # those of reward functions
         facts = machine.settle(self.place.rollout_cores, self.config.run.determinism)
         tracer = build.tracer(self.config, "rollout")
         producer = RayProducer(self.plane, "rollout", self, tracer)
-        self.worker = await build.rollout_worker(self.config, producer, tracer, self.place.device)
-        return facts
+        self.worker, engines = await build.rollout_worker(
+            self.config, producer, tracer, self._engine, note=self._notes.append
+        )
+        return facts | {"engines": engines}
 
-    async def run(self, plan: PartitionPlan, refs: list[Any]) -> dict[str, Any]:
-        return await self.worker.run(plan, lambda: ray.get(refs)) | {"rollout_rss_mib": memory_mib()}
+    def _engine(self, replica: int) -> RemoteEngine:
+        process = self._first.pop(replica, None) or create_engine(self.config, self.place, replica)
+        self._engines[replica] = RemoteEngine(process)
+        return self._engines[replica]
 
-    async def evaluate(self, split: Split, prompts: int, version: int, refs: list[Any]) -> Evaluation:
-        return await self.worker.evaluate(split, prompts, version, lambda: ray.get(refs))
+    async def offer(self, version: int, refs: list[Any]) -> None:
+        self.worker.offer(version, refs)
+
+    async def run(self, turn: int, plan: PartitionPlan, refs: list[Any]) -> dict[str, Any]:
+        async with self._in_turn(turn):
+            report = asyncio.ensure_future(self.worker.run(plan, refs))
+        result = await report
+        notes, self._notes[:] = list(self._notes), []
+        return result | {
+            "engine_restarts": self.worker.router.restarts,
+            "engine_rss_mib": max(engine.memory_mib for engine in self._engines.values()),
+            "rollout_rss_mib": memory_mib(),
+            "notes": notes,
+        }
+
+    async def evaluate(self, turn: int, split: Split, prompts: int, version: int, refs: list[Any]) -> Evaluation:
+        async with self._in_turn(turn):
+            result = asyncio.ensure_future(self.worker.evaluate(split, prompts, Offer(version, refs)))
+        return await result
+
+    @asynccontextmanager
+    async def _in_turn(self, turn: int) -> AsyncIterator[None]:
+        """Ray may deliver calls to an async actor in another order than that in which they were made."""
+        while self._turn != turn:
+            await self._turned.wait()
+        yield
+        self._turn += 1
+        self._turned.set()
+        self._turned = asyncio.Event()
 
     async def close(self) -> None:
         if hasattr(self, "worker"):
@@ -39,33 +84,53 @@ class RolloutProcess(PayloadProducer):
 
 
 class Rollout:
-    """The controller's end of the rollout process: work is queued there and done in order."""
+    """The controller's end of the rollout side: work is queued there and begun in order."""
 
-    def __init__(self, config: Config, place: machine.Placement, plane: RayPlane):
-        remote = ray.remote(num_cpus=1, num_gpus=int(place.device == "cuda"), max_restarts=0)(RolloutProcess)
-        self.process = remote.options(max_concurrency=1000).remote(config, place, plane)
+    def __init__(self, config: Config, place: machine.Placement, plane: RayPlane, engines: list[Any]):
+        remote = ray.remote(num_cpus=1, max_restarts=0)(RolloutProcess)
+        self.process = remote.options(max_concurrency=1000).remote(config, place, plane, engines)
         plane.attach(self.process, "rollout")
+        self._engines = engines
+        self._bounded = config.staleness.mode == "bounded"
+        self._turns = 0
         self._runs: dict[int, Any] = {}
         self._evaluations: list[Any] = []
+        self._notes: list[str] = []
+
+    def offer(self, version: int, refs: list[Any]) -> None:
+        """A version has been published. In lockstep every partition names its own, and none is wanted earlier."""
+        if self._bounded:
+            self.process.offer.remote(version, refs)
 
     def run(self, plan: PartitionPlan, refs: list[Any]) -> None:
         """Queue a partition. Its errors reach whoever claims from it, and ``report``."""
-        self._runs[plan.partition] = self.process.run.remote(plan, refs)
+        self._runs[plan.partition] = self.process.run.remote(self._next_turn(), plan, refs)
 
     def report(self, partition: int) -> dict[str, Any]:
         """Counts and times of a partition, once it is generated."""
-        return answers([self._runs.pop(partition)], "rollout")[0]
+        report = answers([self._runs.pop(partition)], "rollout")[0]
+        self._notes += report.pop("notes")
+        return report
+
+    def notes(self) -> list[str]:
+        """What happened to engines, one line each, since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def evaluate(self, split: Split, prompts: int, version: int, refs: list[Any]) -> None:
         """Queue an evaluation."""
-        self._evaluations.append(self.process.evaluate.remote(split, prompts, version, refs))
+        self._evaluations.append(self.process.evaluate.remote(self._next_turn(), split, prompts, version, refs))
+
+    def _next_turn(self) -> int:
+        self._turns += 1
+        return self._turns - 1
 
     def evaluations(self, *, wait: bool = False) -> list[Evaluation]:
         """Those that have come in since the last call, in the order they were queued; with ``wait``, all."""
         done = self._evaluations
         if not wait and done:
             ready, _ = ray.wait(done, num_returns=len(done), timeout=0)
-            done = done[: len(ready)]  # they end in the order in which they were queued
+            done = list(itertools.takewhile(lambda ref: ref in ready, done))
         self._evaluations = self._evaluations[len(done) :]
         return answers(done, "rollout")
 
@@ -73,4 +138,5 @@ class Rollout:
         ray.wait([self.process.close.remote()], timeout=limit_s)
 
     def kill(self) -> None:
-        ray.kill(self.process)
+        for process in (self.process, *self._engines):
+            ray.kill(process)

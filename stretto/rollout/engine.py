@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from stretto.types import ProcessedPrompt, Response, WeightBucket
+from stretto.types import ProcessedPrompt, Response
+
+Weights = Sequence[Any]
+"""All buckets of one version, in order: ``WeightBucket``s for an engine of this process, handles to them (references
+into Ray's object store) for one elsewhere. What lies between only passes them on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,23 +33,50 @@ class GroupRequest:
     prompt: ProcessedPrompt
 
 
+class EngineLost(Exception):
+    """An engine that is gone, hangs, or broke in a way that says nothing of its input: another one may do the work."""
+
+
 class Engine(Protocol):
     """A rollout engine. Its methods never block the event loop they are awaited on.
 
-    ``generate`` returns, in request order, n responses each, under the weights that ``load_weights`` gave last.
-    What one call is given is decoded as one batch: an engine that is not ``batch_invariant`` may give other bits
-    for another composition of calls, so in lockstep mode the caller fixes them.
+    Errors: a ``StrettoError`` is about what the engine was asked (it would fail anywhere) and ends the run; after any
+    other one the engine is killed and another takes its place.
+
+    What one call of ``generate`` is given is decoded as one batch: an engine that is not ``batch_invariant`` may give
+    other bits for another composition of calls, so in lockstep mode the caller fixes them.
     """
 
     batch_invariant: bool
+    concurrency: int
+    """Calls of ``generate`` that are served at once; the router keeps others back. Known once it has started."""
 
     @property
     def version(self) -> int:
         """Policy version of the weights in use; -1 before the first ``load_weights``."""
         ...
 
-    async def load_weights(self, version: int, buckets: Iterable[WeightBucket]) -> None: ...
+    async def start(self) -> Mapping[str, Any]:
+        """Ready for work once it returns, with what it has set for itself, for the manifest."""
+        ...
 
-    async def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> list[list[Response]]: ...
+    async def load_weights(self, version: int, weights: Weights) -> None:
+        """Takes a version as a whole. Never called while a ``generate`` runs: no response begins before and ends after
+        it.
+        """
+        ...
 
-    async def close(self) -> None: ...
+    async def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> list[list[Response]]:
+        """In request order, ``sampling.n`` responses each, under the weights in use, stamped with their version.
+
+        Cancelling the call aborts its requests.
+        """
+        ...
+
+    def kill(self) -> None:
+        """Ends it at once, whatever it does; never waits. May be called at any time, and again."""
+        ...
+
+    async def close(self) -> None:
+        """Ends it within a few seconds. May be called in any state."""
+        ...

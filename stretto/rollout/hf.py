@@ -7,9 +7,11 @@ the batch), prefills every sample, and takes log-probs by another measure.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +22,9 @@ from stretto.models.batch import ModelInputs
 from stretto.models.logprobs import scaled_logits
 from stretto.models.qwen3_vl import Qwen3VL
 from stretto.models.weights_io import load_buckets
-from stretto.rollout.engine import GroupRequest, Sampling
+from stretto.rollout.engine import GroupRequest, Sampling, Weights
 from stretto.rollout.noise import gumbel, sample_key
-from stretto.types import FinishReason, Response, WeightBucket
+from stretto.types import FinishReason, Response
 
 
 @dataclass
@@ -44,6 +46,7 @@ class HfEngine:
     """
 
     batch_invariant = False
+    concurrency = 1
 
     def __init__(self, family: Qwen3VL, make_model: Callable[[], nn.Module], device: torch.device | str):
         self.family = family
@@ -53,34 +56,53 @@ class HfEngine:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._make_model = make_model
         self._model: nn.Module | None = None
+        self._killed = threading.Event()
 
     @property
     def version(self) -> int:
         return self._version
 
-    async def load_weights(self, version: int, buckets: Iterable[WeightBucket]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._load, version, buckets)
+    async def start(self) -> Mapping[str, Any]:
+        """Builds the model, on the engine's thread."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self.model)
+        return {}
 
-    def _load(self, version: int, buckets: Iterable[WeightBucket]) -> None:
-        load_buckets(self.model, buckets)
+    async def load_weights(self, version: int, weights: Weights) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._load, version, weights)
+
+    def _load(self, version: int, weights: Weights) -> None:
+        load_buckets(self.model, weights)
         self._version = version
 
     @property
     def model(self) -> nn.Module:
-        """Built on first use, on the engine's thread."""
+        """Built on first use."""
         if self._model is None:
             self._model = self._make_model().to(self.device).eval()
         return self._model
 
     async def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> list[list[Response]]:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.decode, requests, sampling)
+        aborted = threading.Event()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, self.decode, requests, sampling, aborted
+            )
+        finally:
+            aborted.set()  # without effect where it is done
+
+    def kill(self) -> None:
+        self._killed.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+        self.kill()
+        await asyncio.to_thread(self._thread.shutdown, wait=True)
 
     @torch.no_grad()
-    def decode(self, requests: Sequence[GroupRequest], sampling: Sampling) -> list[list[Response]]:
-        """The decode loop, blocking. Responses come in request order, ``sampling.n`` each."""
+    def decode(
+        self, requests: Sequence[GroupRequest], sampling: Sampling, aborted: threading.Event | None = None
+    ) -> list[list[Response]]:
+        """The decode loop, blocking. Responses come in request order, ``sampling.n`` each; ``aborted`` ends it."""
         rows = [_Row(sample_key(sampling.seed, r.partition, r.group, i)) for r in requests for i in range(sampling.n)]
         cache = DynamicCache(config=self.family.config.text_config)
         batch = self.family.collate_prompts([r.prompt for r in requests], self.device)
@@ -93,6 +115,8 @@ class HfEngine:
 
         active = rows
         for step in range(sampling.max_tokens):
+            if self._killed.is_set() or (aborted is not None and aborted.is_set()):
+                raise CancelledError
             token, logprob = self._sample(logits, active, step, sampling)
             keep = self._record(active, token.tolist(), logprob.tolist(), sampling)
             if not keep or step + 1 == sampling.max_tokens:

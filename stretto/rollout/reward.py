@@ -21,16 +21,15 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from typing import Any
+from typing import Any, cast
 
 from stretto.config import RewardConfig
 from stretto.rollout import reward_worker
 from stretto.rollout.reward_worker import Outcome, exact_match
-from stretto.types import ConfigError, Prompt, Response, Score, StrettoError
+from stretto.types import ConfigError, FailureKind, Prompt, Response, Score, StrettoError
 
-__all__ = ["ABSTAINED", "RewardStats", "Rewarder", "exact_match"]
+__all__ = ["ABSTAINED", "Rewarder", "exact_match"]
 
 ABSTAINED = "abstained"
 """``Score.error`` of a sample whose reward function returned None: no failure, but no reward either."""
@@ -42,38 +41,11 @@ REAP_S = 1.0
 KEPT_TRACEBACKS = 20
 
 
-@dataclass(kw_only=True)
-class RewardStats:
-    """What became of the samples since the last ``Rewarder.take_stats``.
-
-    ``unscored`` are responses that came with an error from the engine. ``errors`` maps the first
-    20 distinct error lines to the details seen with the first of each (a traceback, or nothing).
-    """
-
-    scored: int = 0
-    abstained: int = 0
-    raised: int = 0
-    timed_out: int = 0
-    died: int = 0
-    nonfinite: int = 0
-    unscored: int = 0
-    errors: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def failed(self) -> int:
-        """Samples without a reward that should have one; abstentions are not among them."""
-        return self.raised + self.timed_out + self.died + self.nonfinite + self.unscored
-
-    @property
-    def first_error(self) -> str | None:
-        return next(iter(self.errors), None)
-
-
 class Rewarder:
     """Scores prompt groups with ``reward.function`` in ``reward.workers`` processes.
 
     Use: ``await start()``, any number of concurrent ``await score(...)``, ``close()``; all from one event loop.
-    ``errors`` maps the first 20 distinct error lines to their details, as ``RewardStats.errors`` does, over all time.
+    ``errors`` maps the first 20 distinct error lines to the details seen with the first: a traceback, or nothing.
     Processes end with ``close``, and also when the process that made them is killed.
     """
 
@@ -83,7 +55,6 @@ class Rewarder:
         self._closing = threading.Event()
         self._lanes = [_Lane(i, cfg, self._queue, self._closing) for i in range(cfg.workers)]
         self._started = False
-        self._stats = RewardStats()
         self.errors: dict[str, str] = {}
 
     async def start(self) -> None:
@@ -130,11 +101,6 @@ class Rewarder:
                 outcomes[i] = outcome
         return [self._settle(outcome) for outcome in outcomes]
 
-    def take_stats(self) -> RewardStats:
-        """The counts since the last call; they start again from zero."""
-        stats, self._stats = self._stats, RewardStats()
-        return stats
-
     def check_partition(self, partition: int, scores: Sequence[Score]) -> None:
         """Call with all scores of a partition.
 
@@ -165,19 +131,14 @@ class Rewarder:
 
     def _settle(self, outcome: Outcome) -> Score:
         kind, value, detail = outcome
-        stats = self._stats
         if kind == "score":
-            stats.scored += 1
             return Score(value=value)
         if kind == "abstain":
-            stats.abstained += 1
-            return Score(value=0.0, valid=False, error=ABSTAINED)
-        setattr(stats, kind, getattr(stats, kind) + 1)
+            return Score(value=0.0, valid=False, error=ABSTAINED, failure="abstained")
         error = f"{_PREFIX[kind]}{value}"
-        for kept in (stats.errors, self.errors):
-            if len(kept) < KEPT_TRACEBACKS:
-                kept.setdefault(error, detail)
-        return Score(value=0.0, valid=False, error=error)
+        if len(self.errors) < KEPT_TRACEBACKS:
+            self.errors.setdefault(error, detail)
+        return Score(value=0.0, valid=False, error=error, failure=cast(FailureKind, kind))
 
 
 _PREFIX = {

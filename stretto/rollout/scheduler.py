@@ -1,22 +1,31 @@
-"""Drives one partition through processor, engine, reward and data plane, with several groups in flight.
+"""Drives partitions through processor, engines, reward and data plane, with several decode batches in flight.
 
-``processor -> engine -> reward -> put``: while decode batch b is in the engine, the images of batch b + 1 are processed
-and the responses of batch b - 1 are scored and put. Every stage works on threads or processes of its own, so the
-event loop only hands over. Decode batch b is groups [b * m, (b + 1) * m) by index, whatever finishes first.
+``processor -> router -> reward -> put``: while engines decode, the images of the next batch are processed and the
+responses of earlier ones are scored and put. Every stage works on threads or processes of its own, so the event loop
+only hands over. Decode batch b is groups [b * m, (b + 1) * m) by index, whatever finishes first.
+
+Partitions and evaluations issue their batches one after the other, in the order in which they came; the next one's
+start as soon as the last batch of the one before is issued, while that is still being generated, scored and put.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol
+import itertools
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
 from stretto.observe.trace import Tracer
-from stretto.rollout.engine import Engine, GroupRequest, Sampling
+from stretto.rollout.engine import GroupRequest, Sampling
+from stretto.rollout.router import DecodeBatch, Decoded, Offer, Router
 from stretto.types import (
     Evaluation,
+    FailureKind,
     GroupFields,
     GroupRecord,
     PartitionPlan,
@@ -27,10 +36,15 @@ from stretto.types import (
     StrettoError,
 )
 
-FAILURES = ("abstained", "raised", "timed_out", "died", "nonfinite", "unscored")
-"""Counts of the rewarder's statistics that become metrics, with ``reward_`` before their names."""
+FAILURES: tuple[FailureKind, ...] = get_args(FailureKind)
+"""Kinds of scores without a reward; their counts become metrics, with ``reward_`` before their names."""
+LOOK_AHEAD = 1
+"""Batches that are processed, or ready and waiting for an engine, beside those that engines work on."""
+EXAMPLES = 8
 
 Put = Callable[[GroupRecord, GroupFields], Awaitable[None]]
+Read = Callable[[int], Prompt]
+"""The prompt of a group. May block; called from one thread at a time."""
 
 
 class Processor(Protocol):
@@ -42,16 +56,38 @@ class Rewarder(Protocol):
 
     def check_partition(self, partition: int, scores: Sequence[Score]) -> None: ...
 
-    def take_stats(self) -> Any: ...
+
+Finish = Callable[[int, Prompt, ProcessedPrompt, list[Response]], Coroutine[Any, Any, Any]]
+"""What becomes of a group whose responses are there."""
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """A partition or an evaluation while its batches run. ``done``: what ``finish`` gave for each group."""
+
+    name: str
+    groups: int
+    read: Read
+    finish: Finish
+    sampling: Sampling
+    partition: int
+    offer: Offer | None
+    batch_size: int
+    span: str
+    attrs: dict[str, Any]
+    done: dict[int, Any] = field(default_factory=dict)
+    versions: set[int] = field(default_factory=set)
+    load_s: float = 0.0
+    begun_s: float = 0.0
 
 
 class Scheduler:
-    """Runs partitions and evaluations, one at a time, on one engine."""
+    """Runs partitions and evaluations on the engines of ``router``, which has been started."""
 
     def __init__(
         self,
         *,
-        engine: Engine,
+        router: Router,
         processor: Processor,
         rewarder: Rewarder,
         put: Put,
@@ -59,108 +95,160 @@ class Scheduler:
         groups_per_decode_batch: int,
         tracer: Tracer,
     ):
-        self.engine = engine
+        self.router = router
         self.processor = processor
         self.rewarder = rewarder
         self.put = put
         self.sampling = sampling
         self.groups_per_decode_batch = groups_per_decode_batch
         self.tracer = tracer
+        self._issuing = asyncio.Lock()
+        self._reading = asyncio.Lock()
+        self._room = asyncio.Semaphore(router.capacity + LOOK_AHEAD)
+        self._order = itertools.count()
 
-    async def run(self, plan: PartitionPlan, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Generate, score and put every group of ``plan`` (``prompts`` in group order).
+    async def run(self, plan: PartitionPlan, read: Read, offer: Offer | None) -> dict[str, float]:
+        """Generate, score and put every group of ``plan``; ``read(row)`` gives a prompt.
 
-        Returns the partition's counts. Raises the first error of any stage, once all started work has settled, so
-        that no row of a failed partition appears later.
+        ``offer`` is the version that generates all of it; None lets each batch take the newest. Returns the
+        partition's counts, ``rollout_load_s`` (mean over engines) and ``rollout_s`` (from its turn on).
+        Raises the first error of any stage, once all started work has settled, so that no row of a failed partition
+        appears later.
         """
-        if self.engine.version != plan.version:
-            raise StrettoError(
-                f"partition {plan.partition} is to be generated by version {plan.version}, but the engine holds "
-                f"version {self.engine.version}; weights must be loaded before the partition starts"
-            )
-        finishing: list[asyncio.Task[tuple[GroupRecord, list[Score]]]] = []
-        try:
-            async for group, request, responses in self._generated(plan, prompts):
-                finishing.append(asyncio.create_task(self._finish(plan, group, prompts[group], request, responses)))
-            finished = await asyncio.gather(*finishing)
-        finally:
-            await _settle(finishing)
-        return self._report(plan, [record for record, _ in finished], [s for _, scores in finished for s in scores])
 
-    async def _generated(
-        self, plan: PartitionPlan, prompts: Sequence[Prompt]
-    ) -> AsyncIterator[tuple[int, GroupRequest, list[Response]]]:
-        """Decode batches in group order; the next batch is processed while this one is decoded."""
-        m = self.groups_per_decode_batch
-        batches = [range(at, min(at + m, len(prompts))) for at in range(0, len(prompts), m)]
-        ahead = self._process(prompts, batches[0])
-        try:
-            for index, batch in enumerate(batches):
-                processed = await ahead
-                if index + 1 < len(batches):
-                    ahead = self._process(prompts, batches[index + 1])
-                requests = [
-                    GroupRequest(partition=plan.partition, group=g, prompt=p)
-                    for g, p in zip(batch, processed, strict=True)
-                ]
-                groups = await self._generate(plan, index, requests)
-                for request, responses in zip(requests, groups, strict=True):
-                    yield request.group, request, responses
-        finally:
-            await _settle([ahead])
+        async def finish(
+            group: int, prompt: Prompt, processed: ProcessedPrompt, responses: list[Response]
+        ) -> tuple[GroupRecord, list[Score]]:
+            with self.tracer.span("reward.score", partition=plan.partition, group=group):
+                scores = await self.rewarder.score(prompt, responses)
+            record = group_record(plan.partition, group, prompt, processed, responses, scores)
+            await self.put(record, group_fields(processed, responses))
+            return record, scores
 
-    def _process(self, prompts: Sequence[Prompt], batch: range) -> asyncio.Future[list[ProcessedPrompt]]:
-        return asyncio.ensure_future(_gather([self.processor.process(prompts[g]) for g in batch]))
-
-    async def _generate(self, plan: PartitionPlan, index: int, requests: list[GroupRequest]) -> list[list[Response]]:
-        with self.tracer.span(
-            "rollout.generate",
+        work = _Work(
+            name=f"partition {plan.partition}",
+            groups=len(plan.rows),
+            read=lambda group: read(plan.rows[group]),
+            finish=finish,
+            sampling=self.sampling,
             partition=plan.partition,
-            batch=index,
-            version=plan.version,
-            groups=len(requests),
-        ) as attrs:
-            groups = await self.engine.generate(requests, self.sampling)
-            attrs["tokens"] = sum(len(r.token_ids) for group in groups for r in group)
-        return groups
-
-    async def _finish(
-        self, plan: PartitionPlan, group: int, prompt: Prompt, request: GroupRequest, responses: list[Response]
-    ) -> tuple[GroupRecord, list[Score]]:
-        with self.tracer.span("reward.score", partition=plan.partition, group=group):
-            scores = await self.rewarder.score(prompt, responses)
-        record = group_record(plan.partition, group, prompt, request.prompt, responses, scores)
-        await self.put(record, group_fields(request.prompt, responses))
-        return record, scores
-
-    def _report(self, plan: PartitionPlan, records: Sequence[GroupRecord], scores: Sequence[Score]) -> dict[str, float]:
+            offer=offer,
+            batch_size=self.groups_per_decode_batch,
+            span="rollout.generate",
+            attrs={"partition": plan.partition},
+        )
+        await self._complete(work)
+        finished: list[tuple[GroupRecord, list[Score]]] = [work.done[group] for group in range(work.groups)]
+        scores = [score for _, group in finished for score in group]
         self.rewarder.check_partition(plan.partition, scores)
-        stats = self.rewarder.take_stats()
+        kinds = Counter(score.failure for score in scores)
         return {
             "samples": len(scores),
-            **{f"reward_{kind}": getattr(stats, kind) for kind in FAILURES},
-            "response_tokens": sum(sum(r.response_tokens) for r in records),
+            **{f"reward_{kind}": kinds[kind] for kind in FAILURES},
+            "response_tokens": sum(sum(record.response_tokens) for record, _ in finished),
+            "rollout_load_s": work.load_s / self.router.replicas,
+            "rollout_s": time.monotonic() - work.begun_s,
         }
 
-    async def evaluate(self, prompts: Sequence[Prompt], split: str) -> Evaluation:
-        """Greedy exact match (the reward being 1.0) over ``prompts``, under the weights in use."""
-        sampling = Sampling(n=1, temperature=0.0, max_tokens=self.sampling.max_tokens, stop=self.sampling.stop)
-        correct, examples = 0, []
-        m = self.groups_per_decode_batch * self.sampling.n
-        with self.tracer.span("rollout.evaluate", split=split, version=self.engine.version, prompts=len(prompts)):
-            for at in range(0, len(prompts), m):
-                batch = prompts[at : at + m]
-                processed = await _gather([self.processor.process(p) for p in batch])
-                requests = [GroupRequest(partition=0, group=g, prompt=p) for g, p in enumerate(processed)]
-                groups = await self.engine.generate(requests, sampling)
-                scores = await _gather([self.rewarder.score(p, g) for p, g in zip(batch, groups, strict=True)])
-                for prompt, group, (score,) in zip(batch, groups, scores, strict=True):
-                    correct += score.valid and score.value == 1.0
-                    examples.append((prompt.answer, group[0].text, score.value))
-        self.rewarder.take_stats()  # counts of an evaluation are no training metric
-        return Evaluation(
-            split=split, version=self.engine.version, correct=correct, total=len(prompts), examples=tuple(examples[:8])
+    async def evaluate(self, prompts: int, read: Read, split: str, offer: Offer | None) -> Evaluation:
+        """Greedy exact match (the reward being 1.0) over ``read(0)`` … ``read(prompts - 1)``, under ``offer``'s version
+        (None: the one the engines hold).
+        """
+
+        async def finish(
+            _group: int, prompt: Prompt, _processed: ProcessedPrompt, responses: list[Response]
+        ) -> tuple[str, str, Score]:
+            (score,) = await self.rewarder.score(prompt, responses)
+            return prompt.answer, responses[0].text, score
+
+        work = _Work(
+            name=f"evaluation on {split}",
+            groups=prompts,
+            read=read,
+            finish=finish,
+            sampling=Sampling(n=1, temperature=0.0, max_tokens=self.sampling.max_tokens, stop=self.sampling.stop),
+            partition=0,
+            offer=offer,
+            batch_size=self.groups_per_decode_batch * self.sampling.n,
+            span="rollout.evaluate",
+            attrs={"split": split},
         )
+        await self._complete(work)
+        answers: list[tuple[str, str, Score]] = [work.done[group] for group in range(prompts)]
+        (version,) = work.versions or {-1 if offer is None else offer.version}
+        return Evaluation(
+            split=split,
+            version=version,
+            correct=sum(score.valid and score.value == 1.0 for _, _, score in answers),
+            total=prompts,
+            examples=tuple((wanted, got, score.value) for wanted, got, score in answers[:EXAMPLES]),
+        )
+
+    async def _complete(self, work: _Work) -> None:
+        """Issue all batches of ``work`` when its turn has come, and return once all of them are through every stage."""
+        size = work.batch_size
+        try:
+            async with asyncio.TaskGroup() as tasks, self._issuing:
+                work.begun_s = time.monotonic()
+                for index, at in enumerate(range(0, work.groups, size)):
+                    await self._room.acquire()
+                    groups = range(at, min(at + size, work.groups))
+                    batch = tasks.create_task(self._batch(tasks, work, index, groups))
+                    batch.add_done_callback(lambda _: self._room.release())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the first in time; the others are what it brought about
+
+    async def _batch(self, tasks: asyncio.TaskGroup, work: _Work, index: int, groups: range) -> None:
+        """One decode batch up to its responses; what follows is left to tasks of their own."""
+        order = next(self._order)
+        prompts, processed = await self._processed(work, groups)
+        requests = [
+            GroupRequest(partition=work.partition, group=group, prompt=prompt)
+            for group, prompt in zip(groups, processed, strict=True)
+        ]
+        decoded = await self.router.generate(
+            DecodeBatch(
+                order=order,
+                requests=requests,
+                sampling=work.sampling,
+                offer=work.offer,
+                span=work.span,
+                attrs=work.attrs | {"batch": index},
+            )
+        )
+        check_responses(work.name, requests, work.sampling, decoded)
+        work.versions.add(decoded.version)
+        work.load_s += decoded.load_s
+        for group, prompt, ready, responses in zip(groups, prompts, processed, decoded.groups, strict=True):
+            tasks.create_task(self._finish(work, group, prompt, ready, responses))
+
+    async def _processed(self, work: _Work, groups: range) -> tuple[list[Prompt], list[ProcessedPrompt]]:
+        async with self._reading:
+            prompts = await asyncio.to_thread(lambda: [work.read(group) for group in groups])
+        return prompts, list(await asyncio.gather(*(self.processor.process(prompt) for prompt in prompts)))
+
+    async def _finish(
+        self, work: _Work, group: int, prompt: Prompt, processed: ProcessedPrompt, responses: list[Response]
+    ) -> None:
+        work.done[group] = await work.finish(group, prompt, processed, responses)
+
+
+def check_responses(name: str, requests: Sequence[GroupRequest], sampling: Sampling, decoded: Decoded) -> None:
+    """Raises StrettoError where an engine returned too few or too many responses, or not one log-prob a token."""
+    if len(decoded.groups) != len(requests):
+        raise StrettoError(
+            f"{name}: the engine returned {len(decoded.groups)} groups of responses to {len(requests)} prompts"
+        )
+    for request, responses in zip(requests, decoded.groups, strict=True):
+        place = f"{name}, group {request.group}"
+        if len(responses) != sampling.n:
+            raise StrettoError(f"{place}: the engine returned {len(responses)} responses instead of {sampling.n}")
+        for i, response in enumerate(responses):
+            if len(response.token_ids) != len(response.logprobs):
+                raise StrettoError(
+                    f"{place}, response {i}: the engine returned {len(response.token_ids)} token ids with "
+                    f"{len(response.logprobs)} log-probs; there must be one for every token"
+                )
 
 
 def group_record(
@@ -198,14 +286,3 @@ def group_fields(prompt: ProcessedPrompt, responses: Sequence[Response]) -> Grou
         "response_ids": [np.asarray(r.token_ids, dtype=np.int32) for r in responses],
         "rollout_logprobs": [np.asarray(r.logprobs, dtype=np.float32) for r in responses],
     }
-
-
-async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    return list(await asyncio.gather(*coroutines))
-
-
-async def _settle(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs and wait until all of it has ended; errors are the first raiser's to report."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

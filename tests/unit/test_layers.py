@@ -25,10 +25,12 @@ TOP = {
     "controller",
     "doctor",
     "embedded",
+    "engine_process",
     "records",
     "remote",
     "resume",
     "rollout_process",
+    "run_data",
     "evaluate",
     "export",
     "loop",
@@ -36,6 +38,7 @@ TOP = {
     "phase1",
     "preflight",
     "sft",
+    "staleness",
     "stops",
 }
 LEVEL = {unit: level for level, units in enumerate((BASE, SHARED, STAGES, SWITCHES, TOP)) for unit in units}

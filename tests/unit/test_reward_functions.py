@@ -164,9 +164,7 @@ def test_none_abstains_and_non_finite_values_fail_each_for_its_own_sample_only()
         assert [s.value for s in scores] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
         assert scores[1].error == ABSTAINED
         assert [s.error for s in scores[2:4]] == ["reward was nan", "reward was inf"]
-        stats = rewarder.take_stats()
-        assert (stats.scored, stats.abstained, stats.nonfinite, stats.failed) == (1, 1, 4, 4)
-        assert rewarder.take_stats().scored == 0
+        assert [s.failure for s in scores] == [None, "abstained", *["nonfinite"] * 4]
 
     with_rewarder("my_rewards:by_name", body)
 
@@ -190,12 +188,10 @@ def test_a_raised_exception_fails_one_sample_and_keeps_one_traceback_per_error()
         assert [s.valid for s in scores] == [True, False, True, False, False, True]
         assert scores[1].error == "reward raised ValueError: no reward for this"
         assert scores[4].error == "reward raised SystemExit: 3"
-        stats = rewarder.take_stats()
-        assert (stats.scored, stats.raised, stats.failed) == (3, 3, 3)
-        assert list(stats.errors) == [scores[1].error, scores[4].error]
-        assert stats.first_error == scores[1].error
-        assert "in misbehave" in stats.errors[scores[1].error]
-        assert "and a second line" in stats.errors[scores[1].error]
+        assert [s.failure for s in scores] == [None, "raised", None, "raised", "raised", None]
+        assert list(rewarder.errors) == [scores[1].error, scores[4].error]
+        assert "in misbehave" in rewarder.errors[scores[1].error]
+        assert "and a second line" in rewarder.errors[scores[1].error]
 
     with_rewarder("my_rewards:misbehave", body)
 
@@ -204,14 +200,14 @@ def test_a_raised_exception_fails_one_sample_and_keeps_one_traceback_per_error()
 def test_a_sample_that_ends_its_process_costs_only_itself(how: str, words: str) -> None:
     scores = score("my_rewards:misbehave", ["ok", how, "ok", how, "ok"])
     assert [s.valid for s in scores] == [True, False, True, False, True]
-    assert scores[1].error == f"reward process ended: {words}"
+    assert scores[1].error == f"reward process ended: {words}" and scores[1].failure == "died"
 
 
 def test_a_sample_that_overruns_its_limit_costs_only_itself_and_is_not_run_again() -> None:
     begun = time.monotonic()
     scores = score("my_rewards:misbehave", ["ok", "hang", "sleep", "ok"], timeout_s=0.5)
     assert [s.valid for s in scores] == [True, False, True, True]
-    assert scores[1].error == "reward took longer than reward.timeout_s = 0.5"
+    assert scores[1].error == "reward took longer than reward.timeout_s = 0.5" and scores[1].failure == "timed_out"
     assert time.monotonic() - begun < 5
 
 
@@ -235,7 +231,7 @@ def test_responses_that_failed_in_the_engine_are_not_shown_to_the_function() -> 
         assert [s.valid for s in scores] == [True, False, False, False]
         assert scores[1].error == "not scored: engine fell over"
         assert scores[2].error == "not scored: finish reason abort"
-        assert rewarder.take_stats().unscored == 3
+        assert [s.failure for s in scores] == [None, *["unscored"] * 3]
         assert await rewarder.score(prompt(), responses[1:2]) == scores[1:2]
         assert await rewarder.score(prompt(), []) == []
 
@@ -358,7 +354,7 @@ def test_close_ends_a_running_reward_and_what_it_started(tmp_path: Path) -> None
 
 
 def test_a_partition_of_failures_stops_the_run_with_the_first_traceback() -> None:
-    failed = Score(value=0.0, valid=False, error="reward raised ValueError: no reward for this")
+    failed = Score(value=0.0, valid=False, error="reward raised ValueError: no reward for this", failure="raised")
     abstained, good = Score(value=0.0, valid=False, error=ABSTAINED), Score(value=1.0)
 
     async def body(rewarder: Rewarder) -> None:

@@ -1,0 +1,127 @@
+"""A rollout engine as a Ray actor, and the ``Engine`` that stands for it in the rollout process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from stretto import build, machine
+from stretto.config import Config
+from stretto.remote import cause_of, memory_mib, unwrapped
+from stretto.rollout.engine import EngineLost, GroupRequest, Sampling, Weights
+from stretto.types import Response, StrettoError
+
+CLOSE_S = 1.0
+"""How long an engine may take to end by itself."""
+
+
+class EngineProcess:
+    """Ray actor of one engine replica; async, so that it can be told to end while it generates."""
+
+    def __init__(self, config: Config, place: machine.Placement, replica: int):
+        self.config, self.place, self.replica = config, place, replica
+
+    async def start(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Builds the engine; what it has set for itself, and what its ``RemoteEngine`` must know of it."""
+        machine.adopt_orphans()  # those of an engine with processes of its own
+        share = self.place.replicas[self.replica]
+        facts = machine.settle(share.cores, self.config.run.determinism, share.threads)
+        self.engine = build.engine(self.config, self.place.device)
+        facts |= await self.engine.start()
+        return facts, {
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "batch_invariant": self.engine.batch_invariant,
+            "concurrency": self.engine.concurrency,
+        }
+
+    async def load_weights(self, version: int, refs: Sequence[Any]) -> None:
+        await self.engine.load_weights(version, await asyncio.gather(*refs))
+
+    async def generate(
+        self, requests: Sequence[GroupRequest], sampling: Sampling
+    ) -> tuple[list[list[Response]], float]:
+        """The responses, and the memory of this process in MiB."""
+        return await self.engine.generate(requests, sampling), memory_mib()
+
+    async def close(self) -> None:
+        if hasattr(self, "engine"):
+            await self.engine.close()
+
+
+def create_engine(config: Config, place: machine.Placement, replica: int) -> Any:
+    """The Ray actor of a replica, which has not been told to start yet."""
+    remote = ray.remote(num_cpus=1, num_gpus=int(place.device == "cuda"), max_restarts=0)(EngineProcess)
+    return remote.options(max_concurrency=1000).remote(config, place, replica)
+
+
+class RemoteEngine:
+    """The ``Engine`` of an ``EngineProcess``. Weights are references to buckets; they never pass through this process.
+
+    All methods await; a process that is gone, or that raises what is not a ``StrettoError``, is an ``EngineLost``.
+    """
+
+    def __init__(self, process: Any):
+        self.process = process
+        self.batch_invariant, self.concurrency = False, 1
+        self.memory_mib = 0.0
+        self._version = -1
+        self._local: psutil.Process | None = None
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def start(self) -> Mapping[str, Any]:
+        facts, known = await self._ask("start")
+        self.batch_invariant, self.concurrency = known["batch_invariant"], known["concurrency"]
+        if known["node"] == ray.get_runtime_context().get_node_id():
+            with suppress(psutil.NoSuchProcess):  # the next call will say so
+                self._local = psutil.Process(known["pid"])
+        return facts
+
+    async def load_weights(self, version: int, weights: Weights) -> None:
+        self._version = -1  # of neither version until it is done
+        await self._ask("load_weights", version, list(weights))
+        self._version = version
+
+    async def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> list[list[Response]]:
+        groups, self.memory_mib = await self._ask("generate", list(requests), sampling)
+        return groups
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        # Pixels are copied into Ray's store by this call, hence the thread.
+        ref = await asyncio.to_thread(getattr(self.process, method).remote, *args)
+        try:
+            return await ref
+        except asyncio.CancelledError:
+            ray.cancel(ref)
+            raise
+        except RayTaskError as error:
+            cause = unwrapped(error)
+            if isinstance(cause, StrettoError):
+                raise cause from None
+            raise EngineLost(cause_of(error)) from None
+        except RayError as error:
+            raise EngineLost(cause_of(error)) from None
+
+    def kill(self) -> None:
+        ray.kill(self.process)
+        if self._local is not None:  # Ray asks the process to end, which does nothing for one that hangs
+            with suppress(psutil.NoSuchProcess):
+                self._local.kill()
+
+    async def close(self) -> None:
+        with suppress(EngineLost, TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._ask("close")
+                ray.kill(self.process)
+                return
+        self.kill()

@@ -1,0 +1,276 @@
+"""Spreads decode batches over engine replicas, and replaces replicas that die.
+
+    scheduler ── batch 7 ─► wait in order ─► a replica that is free, or runs the same version and has room;
+                                             of several, the one with the fewest outstanding tokens
+                                             └─► load the batch's version if it holds another ─► generate
+
+Pure asyncio over ``Engine`` objects: what stands behind one (this process, a Ray actor) is its own affair. An engine
+takes other weights only when it is idle, so a response never spans two versions. A batch whose engine died goes to the
+next replica that can take it; it is the same batch with the same noise, so the same bits come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from stretto.observe.trace import Tracer
+from stretto.rollout.engine import Engine, EngineLost, GroupRequest, Sampling, Weights
+from stretto.types import Response, StrettoError
+
+LEAST_START_LIMIT_S = 600.0
+"""A model may take longer to load than a decode batch; a start is given at least this long."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The weights of a policy version."""
+
+    version: int
+    weights: Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBatch:
+    """One call of an engine.
+
+    ``order``: batches are begun in this order. ``offer``: the version that must generate it; None for the newest that
+    has been offered when it begins (the one the engine was built with, where none has). ``span`` and ``attrs`` are
+    what the trace calls it.
+    """
+
+    order: int
+    requests: Sequence[GroupRequest]
+    sampling: Sampling
+    offer: Offer | None
+    span: str
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that an engine may hold for it."""
+        prompts = sum(len(r.prompt.prompt_ids) for r in self.requests)
+        return self.sampling.n * (prompts + self.sampling.max_tokens * len(self.requests))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """Responses in request order, the version that made them, and the seconds its engine took to load that."""
+
+    groups: list[list[Response]]
+    version: int
+    load_s: float
+
+
+@dataclass(eq=False)
+class _Replica:
+    """A live engine and what it has been given. ``version`` is the one its calls run under, or will once loaded."""
+
+    index: int
+    engine: Engine
+    facts: Mapping[str, Any]
+    version: int
+    calls: int = 0
+    tokens: int = 0
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Router:
+    """``make(i)`` gives the engine of replica i, not yet started; it is called again for its successors.
+
+    ``max_restarts`` is for the router's lifetime; the death after that ends it with that cause. ``timeout_s`` bounds
+    one ``load_weights`` and one ``generate``. ``note`` is told about every restart in one line. All methods belong to
+    one event loop.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Engine],
+        replicas: int,
+        *,
+        max_restarts: int,
+        timeout_s: float,
+        tracer: Tracer,
+        note: Callable[[str], None] = lambda _: None,
+    ):
+        self.replicas = replicas
+        self.restarts = 0
+        self._make = make
+        self._max_restarts = max_restarts
+        self._timeout_s = timeout_s
+        self._tracer = tracer
+        self._note = note
+        self._newest: Offer | None = None
+        self._live: dict[int, _Replica] = {}
+        self._starts: set[asyncio.Task[None]] = set()
+        self._waiting: set[int] = set()
+        self._changed = asyncio.Event()
+        self._ended: StrettoError | None = None
+
+    async def start(self) -> list[Mapping[str, Any]]:
+        """Start all replicas at once; what each has set for itself.
+
+        Raises:
+            StrettoError: one cannot start, or ``max_restarts`` is used up.
+        """
+        await asyncio.gather(*(self._bring_up(index) for index in range(self.replicas)))
+        if self._ended is not None:
+            raise self._ended
+        return [self._live[index].facts for index in sorted(self._live)]
+
+    @property
+    def capacity(self) -> int:
+        """Batches that all replicas together run at once, as far as they have started."""
+        most = max((replica.engine.concurrency for replica in self._live.values()), default=1)
+        return self.replicas * most
+
+    def offer(self, version: int, weights: Weights) -> None:
+        """Batches without a version of their own take it from now on, unless a newer one has been offered."""
+        if self._newest is None or version > self._newest.version:
+            self._newest = Offer(version, weights)
+            self._wake()
+
+    async def generate(self, batch: DecodeBatch) -> Decoded:
+        """Decode a batch on some replica.
+
+        Raises:
+            StrettoError: the engine refused it; or engines died more often than allowed, with the last one's cause.
+        """
+        while True:
+            replica, offer = await self._place(batch)
+            try:
+                return await self._decode(replica, batch, offer)
+            except StrettoError:
+                raise
+            except Exception as error:  # whatever it is, it says nothing of the batch: another engine shall do it
+                self._lost(replica, error)
+            finally:
+                replica.calls -= 1
+                replica.tokens -= batch.tokens
+                self._wake()
+
+    async def close(self) -> None:
+        """End all engines; calls that run fail."""
+        self._end(StrettoError("the rollout side is closing"))
+        for task in self._starts:
+            task.cancel()
+        await asyncio.gather(*self._starts, return_exceptions=True)
+        await asyncio.gather(*(r.engine.close() for r in self._live.values()), return_exceptions=True)
+        self._live.clear()
+
+    def outstanding(self) -> dict[int, tuple[int, int]]:
+        """Calls and tokens that each live replica has been given and not finished."""
+        return {index: (replica.calls, replica.tokens) for index, replica in sorted(self._live.items())}
+
+    # Placing -------------------------------------------------------------------------------------------------------
+
+    async def _place(self, batch: DecodeBatch) -> tuple[_Replica, Offer | None]:
+        """A replica that has been given the batch, and the version to generate it by."""
+        self._waiting.add(batch.order)
+        try:
+            while True:
+                if self._ended is not None:
+                    raise self._ended
+                if batch.order == min(self._waiting):
+                    offer = batch.offer or self._newest
+                    if (replica := self._fitting(offer)) is not None:
+                        replica.calls += 1
+                        replica.tokens += batch.tokens
+                        replica.version = replica.engine.version if offer is None else offer.version
+                        return replica, offer
+                await self._changed.wait()
+        finally:
+            self._waiting.discard(batch.order)
+            self._wake()
+
+    def _fitting(self, offer: Offer | None) -> _Replica | None:
+        fitting = [
+            replica
+            for replica in self._live.values()
+            if replica.calls == 0
+            or (replica.calls < replica.engine.concurrency and (offer is None or offer.version == replica.version))
+        ]
+        return min(fitting, key=lambda replica: (replica.tokens, replica.index), default=None)
+
+    def _wake(self) -> None:
+        """Everyone who waits looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # Serving -------------------------------------------------------------------------------------------------------
+
+    async def _decode(self, replica: _Replica, batch: DecodeBatch, offer: Offer | None) -> Decoded:
+        engine, begun = replica.engine, time.monotonic()
+        async with replica.loading:
+            if offer is not None and engine.version != offer.version:
+                with self._tracer.span("rollout.load_weights", version=offer.version, replica=replica.index):
+                    await self._in_time(engine.load_weights(offer.version, offer.weights))
+        load_s, version = time.monotonic() - begun, engine.version
+        known = {"version": version, "replica": replica.index, "groups": len(batch.requests)}
+        with self._tracer.span(batch.span, **batch.attrs, **known) as attrs:
+            groups = await self._in_time(engine.generate(batch.requests, batch.sampling))
+            attrs["tokens"] = sum(len(r.token_ids) for group in groups for r in group)
+        return Decoded(groups=groups, version=version, load_s=load_s)
+
+    async def _in_time(self, call: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await call
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise EngineLost(f"it has not answered for rollout.engine_timeout_s = {self._timeout_s:g} s") from None
+
+    # Replacing -----------------------------------------------------------------------------------------------------
+
+    async def _bring_up(self, index: int) -> None:
+        """Start the engine of a replica, and where that fails another one, as long as restarts are left."""
+        limit_s = max(self._timeout_s, LEAST_START_LIMIT_S)
+        while self._ended is None:
+            engine = self._make(index)
+            try:
+                async with asyncio.timeout(limit_s):
+                    facts = await engine.start()
+            except Exception as error:
+                engine.kill()
+                if isinstance(error, StrettoError):
+                    self._end(error)
+                    return
+                self._count_death(index, error)
+            except BaseException:
+                engine.kill()
+                raise
+            else:
+                self._live[index] = _Replica(index, engine, facts, engine.version)
+                self._wake()
+                return
+
+    def _lost(self, replica: _Replica, error: Exception) -> None:
+        """Take a replica out for good, and have its successor started. Its other calls fail, and come here too."""
+        if self._live.get(replica.index) is not replica:
+            return
+        del self._live[replica.index]
+        replica.engine.kill()
+        self._count_death(replica.index, error)
+        if self._ended is None:
+            task = asyncio.create_task(self._bring_up(replica.index))
+            self._starts.add(task)
+            task.add_done_callback(self._starts.discard)
+
+    def _count_death(self, index: int, error: Exception) -> None:
+        cause = str(error) if isinstance(error, EngineLost) else f"{type(error).__name__}: {error}"
+        if self.restarts >= self._max_restarts:
+            spent = f"rollout.max_engine_restarts = {self._max_restarts}"
+            self._end(StrettoError(f"rollout engine {index} died: {cause} ({spent}); resume from the last checkpoint"))
+            return
+        self.restarts += 1
+        self._note(f"rollout engine {index} died: {cause}; restart {self.restarts} of {self._max_restarts}")
+
+    def _end(self, error: StrettoError) -> None:
+        self._ended = self._ended or error
+        self._wake()
