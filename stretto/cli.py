@@ -120,7 +120,11 @@ def doctor(
     from stretto.preflight import examine
     from stretto.resume import again
 
-    found = examine(recipe, set_ or (), thorough=True, resume=resume)
+    def note(message: str, *, stays: bool = False) -> None:
+        if sys.stderr.isatty() and not stays:  # results are shown with all others
+            print(message, file=sys.stderr)
+
+    found = examine(recipe, set_ or (), thorough=True, resume=resume, note=note)
     show(found, again(str(recipe), set_ or (), resume=resume))
     raise typer.Exit(found.exit_code)
 

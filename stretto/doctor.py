@@ -32,7 +32,7 @@ def show(found: Examination, command: str, console: Console | None = None) -> No
         _line(console, f"nothing is in the way of: {command}")
         return
     _line(console, f"{_count(len(found.problems))}, by which it would refuse: {command}", "bold")
-    _print(console, [(f"{number}.", problem.text, "") for number, problem in enumerate(found.problems, start=1)])
+    _print(console, [(f"{number}.", problem.text, "") for number, problem in enumerate(found.problems, start=1)], 4)
 
 
 def _rows(finding: Finding, numbers: dict[int, int]) -> Iterator[Row]:
@@ -54,13 +54,14 @@ def _count(problems: int) -> str:
     return "1 problem" if problems == 1 else f"{problems} problems"
 
 
-def _print(console: Console, rows: Sequence[Row]) -> None:
+def _print(console: Console, rows: Sequence[Row], width: int = LABEL_WIDTH) -> None:
+    """Labels in a column of their own, ``width`` wide."""
     if not console.is_terminal:
         for label, text, _ in rows:
-            _line(console, f"{label:<{LABEL_WIDTH}}" + text.replace("\n", "\n" + " " * LABEL_WIDTH))
+            _line(console, f"{label:<{width}}" + text.replace("\n", "\n" + " " * width))
         return
     table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(min_width=LABEL_WIDTH - 1, no_wrap=True)
+    table.add_column(min_width=width - 1, no_wrap=True)
     table.add_column()
     for label, text, style in rows:
         table.add_row(Text(label, style="bold"), Text(text, style=style))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stretto import build
 from stretto.config import Config
+from stretto.data.check import Note, silent
 from stretto.data.source import Source
 from stretto.observe.manifest import read_manifest
 from stretto.observe.progress import Progress
 from stretto.types import ConfigError, Split, StrettoError
+
+if TYPE_CHECKING:
+    from stretto.models.qwen3_vl import Qwen3VL
 
 
 def open_data(config: Config, progress: Progress, *, resumed: bool) -> tuple[Source, dict[str, Any]]:
@@ -23,24 +27,34 @@ def open_data(config: Config, progress: Progress, *, resumed: bool) -> tuple[Sou
         ConfigError: rows that are refused or columns that are missing, of all splits at once.
         StrettoError: a run goes on, and its data is not what it was.
     """
+    opened = open_splits(config, keep=True, note=progress.note)
+    facts = {split: source.facts() for split, source in opened.items()}
+    if resumed:
+        same_as_before(Path(config.run.dir), facts["train"])
+    validation = {"validation": facts["validation"]} if "validation" in facts else {}
+    return opened["train"], facts["train"] | validation
+
+
+def open_splits(config: Config, family: Qwen3VL | None = None, *, keep: bool, note: Note = silent) -> dict[str, Source]:
+    """The splits that a run reads, every row checked; see ``build.source``.
+
+    Raises:
+        ConfigError: what is wrong with any of them, at once.
+    """
     splits: list[Split] = ["train", "validation"] if config.eval.every > 0 else ["train"]
     opened: dict[str, Source] = {}
     told: list[str] = []
     for split in splits:
         try:
-            opened[split] = build.source(config, split, keep=True, note=progress.note)
+            opened[split] = build.source(config, split, family, keep=keep, note=note)
         except ConfigError as error:
-            told += error.problems
+            told += [text for text in error.problems if text not in told]
     if told:
         raise ConfigError(told, exit_code=1)
-    facts = {split: source.facts() for split, source in opened.items()}
-    if resumed:
-        _same_as_before(Path(config.run.dir), facts["train"])
-    validation = {"validation": facts["validation"]} if "validation" in facts else {}
-    return opened["train"], facts["train"] | validation
+    return opened
 
 
-def _same_as_before(run_dir: Path, now: dict[str, Any]) -> None:
+def same_as_before(run_dir: Path, now: dict[str, Any]) -> None:
     """The cursor of a checkpoint means rows by their number: with others, some would be trained twice and some never.
 
     Without a manifest there is nothing to compare with.

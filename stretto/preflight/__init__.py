@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stretto.checks import Problem
 from stretto.config import Config
+from stretto.data.check import Note, silent
 from stretto.preflight.batch import batch
 from stretto.preflight.capacity import disk, memory
 from stretto.preflight.case import Case, Fact, Finding, Line, Topic
@@ -28,13 +29,13 @@ __all__ = ["Examination", "checked", "examine"]
 
 TOPICS = (
     Topic("machine", machine, ("cluster.", "actor.data_parallel", "rollout.replicas")),
+    Topic("run folder", folder, ("run.dir",)),
     Topic("model", model, ("model.",)),
-    Topic("data", data, ("model.", "data.")),
+    Topic("data", data, ("data.",)),
     Topic("forward", forward, ("model.", "data.")),
     Topic("batches", batch, ("model.", "data."), exit_code=2, training=True),
     Topic("reward", reward, ("reward.", "data."), training=True),
     Topic("memory", memory, ("model.", "cluster.", "staleness.", "plane.", "actor.data_parallel"), training=True),
-    Topic("run folder", folder, ("run.dir",)),
     Topic("disk", disk, ("model.", "run.", "checkpoint.", "staleness."), training=True),
     Topic("resume", going_on, ("",), training=True, thorough=True),
 )
@@ -63,7 +64,11 @@ class Examination:
 
 
 def checked(
-    recipe: Path | None, sets: Sequence[str] = (), environ: Mapping[str, str] = os.environ, *, training: bool = True
+    recipe: Path | None,
+    sets: Sequence[str] = (),
+    environ: Mapping[str, str] = os.environ,
+    *,
+    training: bool = True,
 ) -> tuple[Config, dict[str, str]]:
     """``stretto.settings.load``, and everything else that can be asked before a start.
 
@@ -84,13 +89,17 @@ def examine(
     training: bool = True,
     thorough: bool = False,
     resume: bool = False,
+    note: Note = silent,
 ) -> Examination:
-    """Ask every topic whose options are sound. Starts reward processes and ends them; leaves nothing behind."""
+    """Ask every topic whose options are sound. Starts reward processes and ends them; leaves nothing behind.
+
+    Of a recipe that can not be read nothing is asked: the options would not be those that are meant.
+    """
     resolved = resolve(recipe, sets, environ, training=training)
-    case = Case(resolved.config, resolved.sources, training=training, thorough=thorough, resume=resume)
+    case = Case(resolved.config, resolved.sources, training=training, thorough=thorough, resume=resume, note=note)
     findings = [Finding("options", tuple(_options(resolved)), exit_code=2)]
     doubtful = set(resolved.doubtful)
-    for topic in TOPICS:
+    for topic in () if resolved.unread else TOPICS:
         if (topic.training and not training) or (topic.thorough and not thorough):
             continue
         finding = Finding(topic.name, tuple(_asked(topic, case, resolved, doubtful)), topic.exit_code)
@@ -100,19 +109,19 @@ def examine(
 
 
 def _options(resolved: Resolved) -> Iterator[Line]:
+    for text in resolved.problems:
+        yield Problem((), text)
+    if resolved.unread:
+        yield Fact("nothing else is looked at, since the recipe can not be read")
+        return
     given = [origin for name, origin in resolved.sources.items() if name in OPTIONS and origin != "default"]
     kinds = {kind: sum(origin.split(" ")[0] == kind for origin in given) for kind in ("file", "environment", "--set")}
     counted = ", ".join(f"{count} by {kind}" for kind, count in kinds.items() if count)
     yield Fact(f"{len(given)} of {len(OPTIONS)} set" + (f" ({counted})" if counted else ""))
-    for text in resolved.problems:
-        yield Problem((), text)
 
 
 def _asked(topic: Topic, case: Case, resolved: Resolved, doubtful: set[str]) -> Iterator[Line]:
     """What a topic finds, but for what is said of options that are doubtful already: it would only repeat that."""
-    if resolved.unread:
-        yield Fact("not looked at, since the recipe can not be read")
-        return
     doubts = sorted(name for name in doubtful if name.startswith(topic.needs))
     if topic.name == "resume" and not resolved.problems:  # what the machine lacks does not change the options
         doubts = [name for name in doubts if name == "run.dir"]

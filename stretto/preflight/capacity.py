@@ -74,7 +74,7 @@ def memory(case: Case) -> Iterator[Line]:
         yield Fact("not looked at, since there is no model")
         return
     need = needs(case)
-    ranks, replicas = config.actor.data_parallel, machine.replica_count(config)
+    ranks, replicas = config.actor.data_parallel, config.rollout.replicas
     yield Fact(
         f"an actor rank takes {size(need.rank)} and an engine {size(need.engine)} ({size(need.cache)} of it for keys "
         f"and values), activations not counted; object store {size(need.store)} at most"
@@ -100,7 +100,7 @@ def _ram(case: Case, weights: int, likely: int) -> Iterator[Line]:
             f"{case.model_name}: weights, gradients and optimizer of all processes take {size(weights)}, and this "
             f"machine has {size(total)} of memory; take a smaller model, bfloat16 (model.dtype), fewer processes "
             f"(actor.data_parallel = {case.config.actor.data_parallel}, rollout.replicas = "
-            f"{machine.replica_count(case.config)}) or a machine with more",
+            f"{case.config.rollout.replicas}) or a machine with more",
         )
         return
     yield Fact(f"all processes take about {size(likely)}; the machine has {size(total)}, {size(free)} of it free")
@@ -142,7 +142,7 @@ def _gpus(config: Config) -> list[int]:
         return []
     import torch
 
-    wanted = config.actor.data_parallel + machine.replica_count(config)
+    wanted = config.actor.data_parallel + config.rollout.replicas
     return [torch.cuda.get_device_properties(i).total_memory for i in range(wanted)]
 
 
@@ -187,8 +187,8 @@ def disk(case: Case) -> Iterator[Line]:
         yield Problem(
             ("checkpoint.keep", "run.dir"),
             f"checkpoint.keep = {config.checkpoint.keep}: a checkpoint takes {size(one)}, and {count} of them are "
-            f"there at once ({held} are already); {existing} has {size(free)} free; free space, lower checkpoint.keep, or "
-            "choose another run.dir",
+            f"there at once ({held} are already); {existing} has {size(free)} free; free space, lower checkpoint.keep, "
+            "or choose another run.dir",
         )
         return
     yield Fact(f"a checkpoint takes {size(one)}, {count} of them at once; {size(free)} are free in {existing}")

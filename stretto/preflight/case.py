@@ -11,6 +11,7 @@ from stretto.config import Config
 from stretto.types import ConfigError, ProcessedPrompt, Prompt
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: not before the options themselves are sound
+    from stretto.data.check import Note
     from stretto.data.source import Source
     from stretto.models.qwen3_vl import Qwen3VL
 
@@ -59,12 +60,22 @@ class Case:
         training: responses are to be sampled and trained on; else the config is for a warm-start or an evaluation.
         thorough: what takes long, or only informs, is asked too.
         resume: the run is to go on from its newest checkpoint.
+        note: told how far a topic is that takes long.
     """
 
-    def __init__(self, config: Config, origins: dict[str, str], *, training: bool, thorough: bool, resume: bool):
+    def __init__(
+        self,
+        config: Config,
+        origins: dict[str, str],
+        *,
+        training: bool,
+        thorough: bool,
+        resume: bool,
+        note: Note,
+    ):
         self.config = config
         self.reader = Reader(config, origins)
-        self.training, self.thorough, self.resume = training, thorough, resume
+        self.training, self.thorough, self.resume, self.note = training, thorough, resume, note
         self.family: Qwen3VL | None = None
         self.source: Source | None = None
         self.prompts: list[Prompt] = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from stretto.checks import Problem
+from stretto.checks import Problem, data_files
+from stretto.data.source import open_source
 from stretto.preflight.case import Case, Caution, Fact, Line, problems_of
 from stretto.types import ConfigError, ProcessedPrompt, StrettoError
 
@@ -21,30 +22,82 @@ PATCHES_TRIED = 4096
 
 
 def data(case: Case) -> Iterator[Line]:
-    from stretto.data.source import open_source
-
-    if case.family is None:
-        yield Fact("not looked at, since there is no model to read it for")
+    """At a start, a few rows: a run looks at all of them before its processes start, in a folder that it has locked.
+    Where thorough, every row of the splits that a run reads.
+    """
+    missing = list(data_files(case.config, case.reader))
+    yield from missing
+    if missing:
         return
     try:
-        case.source = open_source(case.config.data, "train")
-        step = max(1, len(case.source) // SAMPLED_ROWS)
-        case.prompts = [case.source[row] for row in range(0, len(case.source), step)]
-        case.processed = _processed(case.family, case.prompts)
+        if case.config.data.source == "digits":
+            case.source = open_source(case.config.data, "train")
+        elif case.thorough and case.training and case.family is not None:
+            yield from _whole(case)
+        else:
+            yield from _few(case)
+        if case.source is not None:
+            case.prompts = [case.source[row] for row in _spread(len(case.source))]
+        if case.family is not None:
+            case.processed = _processed(case.family, case.prompts)
     except ConfigError as error:
         yield from problems_of(error, "data.source")
     except StrettoError as error:  # one row, which it names
         yield Problem(("data.source",), str(error))
     else:
-        yield from _counted(case, len(case.source))
+        yield from _counted(case)
 
 
-def _counted(case: Case, rows: int) -> Iterator[Line]:
-    used = case.config.run.updates * case.config.rollout.prompts_per_partition
-    yield Fact(
-        f"{case.config.data.source}: {rows:,} training prompts; {case.config.run.updates} updates take {used:,}, which "
-        f"is {used / rows:.2g} epochs"
-    )
+def _spread(rows: int) -> range:
+    return range(0, rows, max(1, rows // SAMPLED_ROWS))
+
+
+def _whole(case: Case) -> Iterator[Line]:
+    """As a run opens its data, but nothing is kept.
+
+    Raises:
+        ConfigError: what is wrong with all splits.
+    """
+    from stretto.run_data import open_splits
+
+    sources = open_splits(case.config, case.family, keep=False, note=case.note)
+    case.source = sources["train"]
+    for split, source in sources.items():
+        facts = source.facts()
+        if facts["bad"] or facts["overlong"]:
+            yield Caution(
+                f"{facts['bad'] + facts['overlong']:,} of {facts['rows_in_files']:,} {split} rows are left out: "
+                f"{facts['bad']:,} can not be used, {facts['overlong']:,} are too long (data.bad_rows, "
+                "data.overlong_prompts)"
+            )
+
+
+def _few(case: Case) -> Iterator[Line]:
+    """Whether a row that can not be read ends a run is decided where all of them are looked at."""
+    from stretto.data.files import open_rows
+
+    rows = open_rows(case.config.data, "train")
+    unread = 0
+    for index in _spread(len(rows)):
+        try:
+            prompt = rows.read(index)
+            for _ in prompt.images:  # decodes it
+                pass
+        except StrettoError:
+            unread += 1
+        else:
+            case.prompts.append(prompt)
+    yield Fact(f"{len(rows):,} rows in files; {len(case.prompts)} of {len(case.prompts) + unread} tried can be read")
+
+
+def _counted(case: Case) -> Iterator[Line]:
+    if case.source is not None:
+        rows = len(case.source)
+        used = case.config.run.updates * case.config.rollout.prompts_per_partition
+        yield Fact(
+            f"{case.config.data.source}: {rows:,} training prompts; {case.config.run.updates} updates take {used:,}, "
+            f"which is {used / rows:.2g} epochs"
+        )
     if case.processed:
         tokens = [len(p.prompt_ids) for p in case.processed]
         patches = [len(p.pixel_values) for p in case.processed]

@@ -21,11 +21,14 @@ def folder(case: Case) -> Iterator[Line]:
 def going_on(case: Case) -> Iterator[Line]:
     """What ``stretto train`` finds right after it has locked the folder; it asks the same functions."""
     from stretto.resume import find_checkpoint, refuse_if_locked
+    from stretto.run_data import same_as_before
 
     config, where = case.config, Path(case.config.run.dir)
     try:
         refuse_if_locked(where)
         found = find_checkpoint(config, resume=case.resume)
+        if found.path is not None and case.source is not None:
+            same_as_before(where, case.source.facts())
     except StrettoError as error:
         yield Problem(("run.dir",), str(error))
         return

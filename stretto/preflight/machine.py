@@ -45,7 +45,7 @@ def _placed(config: Config) -> Iterator[Line]:
     import torch
 
     usable = os.sched_getaffinity(0)
-    ranks, replicas = config.actor.data_parallel, placing.replica_count(config)
+    ranks, replicas = config.actor.data_parallel, config.rollout.replicas
     actor, rollout = place.actor_cores, place.rollout_cores
     yield Fact(
         f"{len(usable)} cores usable ({ranges(usable)}): actor {ranges(set(actor))}, rollout {ranges(set(rollout))}; "
