@@ -88,7 +88,7 @@ def source(
 
         family = load_family(config.model)
     folder = Path(config.run.dir) / "data" if keep else None
-    return open_source(config.data, split, gauge(config, family, split), folder, note or silent)
+    return open_source(config.data, split, gauge(config, family, split), folder, silent if note is None else note)
 
 
 def gauge(config: Config, family: Qwen3VL, split: Split) -> Gauge:

@@ -84,6 +84,27 @@ def test_grey_grey_with_alpha_and_bilevel() -> None:
     assert pixels(encoded(Image.new("1", (4, 4), 1), "PNG"))[0, 0].tolist() == list(WHITE)
 
 
+@pytest.mark.case("A1")
+def test_palettes_with_alpha_and_premultiplied_modes_show_white_behind() -> None:
+    palette = Image.new("P", (2, 1), 0)
+    palette.putpalette([10, 20, 30, 40, 50, 60])
+    palette.putpixel((1, 0), 1)
+    with_alpha = palette.convert("PA")
+    with_alpha.putpixel((1, 0), (1, 0))
+    assert pixels(with_alpha)[0].tolist() == [[10, 20, 30], list(WHITE)]
+    for mode in ("RGBa", "RGBX", "YCbCr", "HSV"):
+        assert (
+            pixels(Image.new("RGBA", (2, 2), (255, 255, 255, 255)).convert("RGB").convert(mode))[0, 0].tolist()
+            == [255] * 3
+        )
+
+
+def test_a_format_that_would_start_another_program_is_no_image() -> None:
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
+    with pytest.raises(StrettoError, match="not an image in any format"):
+        to_rgb(eps, "row 7")
+
+
 def test_every_container_of_one_picture_gives_the_same_pixels(tmp_path: Path) -> None:
     array = np.random.default_rng(1).integers(0, 256, (20, 30, 3), dtype=np.uint8)
     image = Image.fromarray(array)
