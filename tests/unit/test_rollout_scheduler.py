@@ -1,33 +1,46 @@
-"""The scheduler with the real engine, processor and rewards; a list stands where the data plane would be."""
+"""The scheduler with real engines, processor and rewards; a list stands where the data plane would be."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import time
 
 import pytest
 import tiny
+import torch
+from rollout_case import LAYOUTS, SAMPLING, plan, read, rollout
+from stub_engine import StubEngine, response, weights
 
-from stretto.config import RewardConfig
+from stretto.actor.weights import iter_buckets
 from stretto.data.processor import InlineProcessor
 from stretto.models.loading import load_model
-from stretto.observe.trace import Tracer
 from stretto.plane.payload import check_group
-from stretto.rollout.engine import Sampling
 from stretto.rollout.hf import HfEngine
-from stretto.rollout.reward import Rewarder
-from stretto.rollout.scheduler import Scheduler
-from stretto.types import PartitionPlan, StrettoError
-
-SAMPLING = Sampling(n=2, temperature=1.0, max_tokens=6, seed=0)
-LAYOUTS = [((32, 64),), (), ((64, 32), (32, 32))]
+from stretto.rollout.router import Offer
+from stretto.types import StrettoError
 
 
-def prompts(count):
-    return [tiny.prompt(row, LAYOUTS[row % 3]) for row in range(count)]
+def hf(_replica=0):
+    return HfEngine(tiny.family(), lambda: load_model(tiny.model_config(), 0), "cpu")
 
 
-def plan(count, version=-1):
-    return PartitionPlan(partition=4, version=version, epochs=(0,) * count, rows=tuple(range(count)))
+@functools.cache
+def published(version):
+    """Weights of another model for each version, as the actor publishes them."""
+    named = dict(tiny.model(seed=version).named_parameters())
+    return Offer(version, list(iter_buckets(named, version, torch.float32)))
+
+
+def run(count=7, version=0, make=hf, offer=published, **options):
+    """Report, and records and payloads in the order in which they were put."""
+
+    async def body():
+        async with rollout(make, **options) as case:
+            report = await case.scheduler.run(plan(count, version), read, offer(version))
+            return report, case
+
+    return asyncio.run(body())
 
 
 class SlowFor(InlineProcessor):
@@ -39,58 +52,107 @@ class SlowFor(InlineProcessor):
         return await super().process(prompt)
 
 
-async def run(count=7, m=3, processor=InlineProcessor, put=None, reward=None, version=-1):
-    """Records and payloads in the order in which they were put."""
-    arrived = []
-
-    async def keep(record, fields):
-        arrived.append((record, fields))
-
-    tracer = Tracer(None, "test")
-    rewarder = reward or Rewarder(RewardConfig())
-    await rewarder.start()
-    engine = HfEngine(tiny.family(), lambda: load_model(tiny.model_config(), 0), "cpu")
-    worker = processor(tiny.family().process, tracer)
-    scheduler = Scheduler(
-        engine=engine,
-        processor=worker,
-        rewarder=rewarder,
-        put=put or keep,
-        sampling=SAMPLING,
-        groups_per_decode_batch=m,
-        tracer=tracer,
-    )
-    try:
-        report = await scheduler.run(plan(count, version), prompts(count))
-        return report, arrived
-    finally:
-        rewarder.close()
-        worker.close()
-        await engine.close()
-
-
 def test_every_group_is_put_once_whole_and_as_declared():
-    report, arrived = asyncio.run(run())
-    assert sorted(record.group for record, _ in arrived) == list(range(7))
-    for record, fields in arrived:
+    report, case = run()
+    assert sorted(record.group for record, _ in case.arrived) == list(range(7))
+    for record, fields in case.arrived:
         check_group(record, fields, "here")
         assert record.row_id == f"row-{record.group}" and record.partition == 4
         assert record.images == len(LAYOUTS[record.group % 3])
         assert record.n == 2 and record.valid == (True, True)
     assert report["samples"] == 14
-    assert report["response_tokens"] == sum(sum(record.response_tokens) for record, _ in arrived)
+    assert report["response_tokens"] == sum(sum(record.response_tokens) for record, _ in case.arrived)
 
 
 def test_what_is_sampled_does_not_depend_on_which_prompt_was_processed_first():
-    first, second = asyncio.run(run()), asyncio.run(run(processor=SlowFor))
+    assert run()[1].bits() == run(processor=SlowFor)[1].bits()
 
-    def bits(arrived):
-        return {
-            record.group: [a.tobytes() for a in (*fields["response_ids"], *fields["rollout_logprobs"])]
-            for record, fields in arrived
-        }
 
-    assert bits(first[1]) == bits(second[1])
+async def two_partitions_and_evaluations(replicas, **options):
+    """Partitions 0 and 1 by versions 0 and 1, queued at once, with an evaluation of version 1 in between."""
+    async with rollout(hf, replicas, m=2, **options) as case:
+        _, evaluation, _, again = await asyncio.gather(
+            case.scheduler.run(plan(7, 0, partition=0), read, published(0)),
+            case.scheduler.evaluate(9, read, "validation", published(1)),
+            case.scheduler.run(plan(7, 1, partition=1), read, published(1)),
+            case.scheduler.evaluate(9, read, "validation", published(0)),
+        )
+        assert {v for record, _ in case.arrived for v in record.version_start if record.partition == 0} == {0}
+        assert {v for record, _ in case.arrived for v in record.version_end if record.partition == 1} == {1}
+        return case.bits(), evaluation, again
+
+
+def test_one_two_and_three_replicas_give_the_same_bits_and_each_evaluation_is_of_its_version():
+    results = [asyncio.run(two_partitions_and_evaluations(replicas)) for replicas in (1, 2, 3)]
+    assert results[0] == results[1] == results[2]
+    bits, of_one, of_zero = results[0]
+    assert len(bits) == 14 and of_one.version == 1 and of_zero.version == 0
+    assert of_one.examples != of_zero.examples  # random models of two seeds
+    assert all(bits[0, group] != bits[1, group] for group in range(7))
+
+
+def test_a_killed_replica_changes_no_bit():
+    died = []
+
+    class Dies(HfEngine):
+        def decode(self, requests, sampling, aborted=None):
+            if len(died) < 2 and requests[0].group == 4:
+                died.append(requests[0].partition)
+                raise RuntimeError("out of memory")
+            return super().decode(requests, sampling, aborted)
+
+    def make(_replica):
+        return Dies(tiny.family(), lambda: load_model(tiny.model_config(), 0), "cpu")
+
+    undisturbed = run(7, m=2)[1].bits()
+    assert run(7, m=2, make=make, replicas=2, restarts=2)[1].bits() == undisturbed
+    assert died == [4, 4]
+
+
+def test_replicas_decode_at_the_same_time_and_the_next_partition_starts_without_a_global_drain():
+    engines = []
+
+    def make(replica):
+        engines.append(StubEngine(per_sample_s=0.05 if replica == 0 else 0.01))
+        return engines[-1]
+
+    async def body():
+        async with rollout(make, 2, m=1) as case:
+            offers = [Offer(v, weights(v)) for v in (0, 1)]
+            begun = time.monotonic()
+            await asyncio.gather(
+                *(case.scheduler.run(plan(4, k, partition=k), read, offer) for k, offer in enumerate(offers))
+            )
+            # Alone the slow one would take 8 batches of 0.1 s.
+            assert time.monotonic() - begun < 0.6
+            issued = [(record.partition, record.group) for record, _ in case.arrived]
+            assert sorted(issued) == [(k, g) for k in (0, 1) for g in range(4)]
+            fast = [call for call in engines[1].calls if call[0] == "load"]
+            assert fast == [("load", 0), ("load", 1)]
+
+    asyncio.run(body())
+
+
+def test_batches_in_flight_are_bounded_by_the_engines_and_one_ahead():
+    processed = []
+
+    class Noting(InlineProcessor):
+        async def process(self, prompt):
+            processed.append(prompt.row_id)
+            return await super().process(prompt)
+
+    gate = asyncio.Event()
+
+    async def body():
+        async with rollout(lambda _: StubEngine(before=lambda _: gate.wait()), 2, m=2, processor=Noting) as case:
+            running = asyncio.create_task(case.scheduler.run(plan(12), read, Offer(0, weights(0))))
+            await asyncio.sleep(0.3)
+            assert len(processed) == (2 + 1) * 2  # two replicas and one batch ahead, of two groups each
+            gate.set()
+            await running
+            assert len(processed) == 12
+
+    asyncio.run(body())
 
 
 def test_groups_of_a_batch_are_put_while_the_next_batch_is_generated():
@@ -106,7 +168,8 @@ def test_groups_of_a_batch_are_put_while_the_next_batch_is_generated():
                 gate.set()
             await gate.wait()
 
-        await asyncio.wait_for(run(count=6, put=put), 60)
+        async with rollout(hf, put=put) as case:
+            await asyncio.wait_for(case.scheduler.run(plan(6), read, published(0)), 60)
 
     asyncio.run(body())
     assert sorted(order) == list(range(6))
@@ -122,11 +185,13 @@ def test_a_put_that_fails_ends_the_partition_and_nothing_of_it_appears_later():
         late.append(record.group)
 
     async def body():
-        with pytest.raises(StrettoError, match="refuses group 1"):
-            await run(put=put)
-        seen = list(late)
-        await asyncio.sleep(0.3)
-        assert late == seen
+        async with rollout(hf, put=put) as case:
+            with pytest.raises(StrettoError, match="refuses group 1"):
+                await case.scheduler.run(plan(7), read, published(0))
+            seen = list(late)
+            await asyncio.sleep(0.3)
+            assert late == seen
+            assert case.router.outstanding() == {0: (0, 0)}
 
     asyncio.run(body())
 
@@ -139,9 +204,33 @@ def test_a_prompt_that_cannot_be_processed_ends_the_partition_with_its_row():
             return await super().process(prompt)
 
     with pytest.raises(StrettoError, match="row-5"):
-        asyncio.run(run(processor=Broken))
+        run(processor=Broken)
 
 
-def test_a_partition_is_not_generated_by_another_version_than_planned():
-    with pytest.raises(StrettoError, match="to be generated by version 3, but the engine holds version -1"):
-        asyncio.run(run(version=3))
+@pytest.mark.case("B4")
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (
+            lambda r, i, v: response([5, 6], v) if i else short(v),
+            r"group 0, response 0: .* 3 token ids with 2 log-probs",
+        ),
+        (None, r"group 0: the engine returned 1 responses instead of 2"),
+    ],
+)
+def test_an_engine_that_returns_too_little_is_an_error_not_a_slice(answer, words):
+    class OneTooFew(StubEngine):
+        async def generate(self, requests, sampling):
+            return [group[:1] for group in await super().generate(requests, sampling)]
+
+    def make(_):
+        return OneTooFew() if answer is None else StubEngine(answer=answer)
+
+    with pytest.raises(StrettoError, match=words):
+        run(make=make, offer=lambda v: Offer(v, weights(v)), sampling=SAMPLING)
+
+
+def short(version):
+    whole = response([5, 6, 7], version)
+    object.__setattr__(whole, "logprobs", whole.logprobs[:2])
+    return whole
