@@ -1,20 +1,29 @@
-"""What the data plane costs: time of puts, claims and fetches over an embedded Ray, for three sizes of groups.
+"""What the data plane costs: puts, claims and fetches over an embedded Ray, for three sizes of groups.
 
-    python benchmarks/plane.py [--partitions 5]
+    python benchmarks/plane.py [--partitions 10] [--out results/plane-cpu]
 
-Prints one line per size; times are medians over partitions, the first of which is left out as warm-up.
+Every size is measured in two ways, partition by partition in turn: ``owner/ref``, as the engine does it, where a group
+has its image and prompt once; and ``copies``, the same samples as groups of one, each with a copy of its own, as a
+plane without group payloads would have them. Figures are medians (least-greatest) over partitions, the first of which
+is left out. Latency of a group: from its put alone, the plane being idle, until it is readable.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
+import itertools
+import json
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
+from harness import setting, spread
 
+from stretto.compat import ray_on_loopback
 from stretto.plane.protocol import mib
 from stretto.plane.ray_plane import PayloadProducer, RayPlane, RayProducer
 from stretto.types import GroupFields, GroupRecord
@@ -22,7 +31,7 @@ from stretto.types import GroupFields, GroupRecord
 SIZES = {  # name: groups, samples per group, prompt tokens, response tokens, patches (square image)
     "demo (digits)": (64, 8, 20, 6, 8),
     "448 px, 1k tokens": (32, 8, 400, 1000, 784),
-    "2,048 px": (8, 8, 4400, 1000, 16384),
+    "2,048 px": (2, 8, 4400, 1000, 16384),
 }
 
 
@@ -64,47 +73,97 @@ class Rollout(PayloadProducer):
         await asyncio.gather(*(self.producer.put(record, fields) for record, fields in made))
         return time.perf_counter() - begun
 
+    async def put_alone(self, partition: int, groups: int, *shape: int) -> list[float]:
+        """Seconds of each group's put, one after another."""
+        times = []
+        for group in range(groups):
+            record, fields = make_group(partition, group, *shape)
+            begun = time.perf_counter()
+            await self.producer.put(record, fields)
+            times.append(time.perf_counter() - begun)
+        return times
+
+
+def measure(
+    plane: RayPlane, rollout: Any, partition: int, groups: int, n: int, shape: Sequence[int]
+) -> dict[str, float]:
+    """One partition put, claimed and fetched; seconds and bytes."""
+    plane.open(partition, groups, n)
+    put = ray.get(rollout.put.remote(partition, groups, n, *shape))
+    begun = time.perf_counter()
+    lease = plane.claim(partition, "actor", groups, timeout_s=60)
+    claim = time.perf_counter() - begun
+    begun = time.perf_counter()
+    fields = plane.fetch(lease)
+    fetch = time.perf_counter() - begun
+    copied = any(f["pixel_values"].flags.writeable for f in fields.values())  # what lies in the object store is not
+    held = plane.stats().held_bytes
+    del fields
+    plane.ack(lease)
+    plane.close(partition)
+    return {"put": put, "claim": claim, "fetch": fetch, "held": held, "copied": float(copied)}
+
+
+def latency(plane: RayPlane, rollout: Any, partition: int, groups: int, n: int, shape: Sequence[int]) -> list[float]:
+    plane.open(partition, groups, n)
+    times = ray.get(rollout.put_alone.remote(partition, groups, n, *shape))
+    plane.close(partition, discard=True)
+    return times
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    lines = ["| size | payloads | bytes | put, GiB/s | put, ms | claim, ms | fetch, ms | latency of a group, ms |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for name, ways in found.items():
+        for way, cells in ways.items():
+            rates = [c["held"] / c["put"] / 2**30 for c in cells["partitions"]]
+            times = [spread([1e3 * c[key] for c in cells["partitions"]], 1) for key in ("put", "claim", "fetch")]
+            alone = spread([1e3 * t for t in cells["latency"]], 2)
+            held = mib(cells["partitions"][0]["held"])
+            lines.append(f"| {name} | {way} | {held} | {spread(rates, 2)} | {' | '.join(times)} | {alone} |")
+    copied = any(c["copied"] for ways in found.values() for cells in ways.values() for c in cells["partitions"])
+    return "\n".join(
+        [*lines, "", f"Fetched arrays are {'copies' if copied else 'views of shared memory, not copies'}."]
+    )
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--partitions", type=int, default=5, help="partitions of each size that are measured")
-    count = parser.parse_args().partitions
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=4 * 2**30,
-        log_to_driver=False,
-        configure_logging=False,
-    )
-    plane = RayPlane.start(capacity_bytes=2 * 2**30, lease_s=600)
+    parser.add_argument("--partitions", type=int, default=10, help="partitions of each size that are measured")
+    parser.add_argument("--out", type=Path, help="write the figures to OUT.json and the table to OUT.md")
+    args = parser.parse_args()
+    with ray_on_loopback():
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            object_store_memory=6 * 2**30,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    plane = RayPlane.start(capacity_bytes=4 * 2**30, lease_s=600)
     rollout = ray.remote(num_cpus=0)(Rollout).remote(plane)
     plane.attach(rollout, "rollout")
-    partition = 0
+    numbers = itertools.count()
+    found: dict[str, dict[str, Any]] = {}
     for name, (groups, n, *shape) in SIZES.items():
-        puts, claims, fetches = [], [], []
-        for _ in range(count + 1):
-            partition += 1
-            plane.open(partition, groups, n)
-            puts.append(ray.get(rollout.put.remote(partition, groups, n, *shape)))
-            begun = time.perf_counter()
-            lease = plane.claim(partition, "actor", groups, timeout_s=60)
-            claims.append(time.perf_counter() - begun)
-            begun = time.perf_counter()
-            fields = plane.fetch(lease)
-            fetches.append(time.perf_counter() - begun)
-            held = plane.stats().held_bytes
-            del fields
-            plane.ack(lease)
-            plane.close(partition)
-            del lease
-        put, claim, fetch = (statistics.median(times[1:]) for times in (puts, claims, fetches))
-        print(
-            f"{name:18} {groups:3d} groups of {mib(held // groups):>12}: put {1e3 * put / groups:6.2f} ms/group "
-            f"({held / put / 2**30:4.2f} GiB/s), claim {1e3 * claim:4.1f} ms, "
-            f"fetch {1e3 * fetch / groups:4.2f} ms/group"
-        )
+        ways = {"owner/ref": (groups, n), "copies": (groups * n, 1)}
+        found[name] = {way: {"partitions": [], "latency": []} for way in ways}
+        for repetition in range(args.partitions + 1):
+            for way, (count, samples) in ways.items():
+                cell = measure(plane, rollout, next(numbers), count, samples, shape)
+                if repetition:
+                    found[name][way]["partitions"].append(cell)
+        for way, (count, samples) in ways.items():
+            found[name][way]["latency"] = latency(plane, rollout, next(numbers), min(count, 16), samples, shape)[1:]
     ray.shutdown()
+    text = table(found)
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        record = {"arguments": {"partitions": args.partitions}, "setting": setting(), "sizes": SIZES, "cells": found}
+        args.out.with_suffix(".json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+        args.out.with_suffix(".md").write_text(text + "\n")
 
 
 if __name__ == "__main__":
