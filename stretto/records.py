@@ -131,6 +131,11 @@ class Records:
         with writing(self._run_dir):
             self._metrics.write(step.k, metrics)
         self.tokens += metrics["tokens"]
+        if metrics["zero_signal_groups"] == metrics["groups"]:
+            self.note(
+                f"update {step.k + 1}: the rewards of each of its {metrics['groups']:.0f} groups are equal, so that it "
+                "learnt nothing; look at the reward, the temperature and how hard the prompts are"
+            )
         self._progress.step(
             StepReport(
                 update=step.k,
