@@ -6,6 +6,7 @@ after the first step, which would make a resumed run differ from a straight one.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,9 +43,14 @@ class RankGroup:
         except RuntimeError as error:  # what every backend of torch.distributed raises, time-outs included
             raise CollectiveError(
                 f"actor rank {self.rank} of {self.world} could not finish {what} with the other ranks "
-                f"({time.monotonic() - begun:.1f} s): {str(error).strip().splitlines()[0]}; resume from the last "
+                f"({time.monotonic() - begun:.1f} s): {_said(error)}; resume from the last "
                 "checkpoint"
             ) from error
+
+
+def _said(error: RuntimeError) -> str:
+    """The first line of a backend's error, without the source file that it names."""
+    return re.sub(r"^\[[^]]*:\d+\] ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
 
 
 def reduce_sum(flat: Tensor, group: RankGroup, what: str) -> None:

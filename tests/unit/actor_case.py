@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tiny
 import torch
+from torch import nn
 
 from stretto.actor import evidence
 from stretto.actor.parallel import RankGroup
@@ -80,12 +81,17 @@ def partition(k: int = 0) -> tuple[list[GroupRecord], dict[int, GroupFields]]:
 
 
 def core(
-    cfg: Config, payloads: dict[int, GroupFields], seed: int = 0, group: RankGroup | None = None, **kwargs: Any
+    cfg: Config,
+    payloads: dict[int, GroupFields],
+    seed: int = 0,
+    group: RankGroup | None = None,
+    model: nn.Module | None = None,
+    **kwargs: Any,
 ) -> ActorRankCore:
     def fetch(_refs: Any, groups: Sequence[int]) -> dict[int, GroupFields]:
         return {g: payloads[g] for g in groups}
 
-    model = tiny.model(seed, cfg.model.dtype)
+    model = model or tiny.model(seed, cfg.model.dtype)
     return ActorRankCore(cfg, tiny.family(), model, fetch, Tracer(None, "actor0"), group, **kwargs)
 
 
@@ -149,3 +155,26 @@ def assert_equal_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) ->
     assert a.keys() == b.keys()
     different = [name for name in a if not torch.equal(a[name], b[name])]
     assert not different, f"{len(different)} of {len(a)} tensors differ, the first is {different[0]}"
+
+
+def reference_samples(records: Sequence[GroupRecord], payloads: dict[int, GroupFields]) -> list[dict]:
+    """The partition as ``reference_grpo`` takes it."""
+    samples = []
+    for record in records:
+        fields = payloads[record.group]
+        images = len(fields["image_grid_thw"]) > 0
+        for i in range(record.n):
+            samples.append(
+                {
+                    "group": record.group,
+                    "prompt": fields["prompt_ids"].tolist(),
+                    "types": fields["mm_token_type_ids"].tolist(),
+                    "pixels": torch.from_numpy(fields["pixel_values"]) if images else None,
+                    "grid": torch.from_numpy(fields["image_grid_thw"]).long() if images else None,
+                    "response": fields["response_ids"][i].tolist(),
+                    "rollout": fields["rollout_logprobs"][i].tolist(),
+                    "reward": record.rewards[i],
+                    "valid": record.valid[i],
+                }
+            )
+    return samples

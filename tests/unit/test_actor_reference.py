@@ -9,28 +9,6 @@ import tiny
 import torch
 
 
-def reference_samples(records, payloads) -> list[dict]:
-    samples = []
-    for record in records:
-        fields = payloads[record.group]
-        images = len(fields["image_grid_thw"]) > 0
-        for i in range(record.n):
-            samples.append(
-                {
-                    "group": record.group,
-                    "prompt": fields["prompt_ids"].tolist(),
-                    "types": fields["mm_token_type_ids"].tolist(),
-                    "pixels": torch.from_numpy(fields["pixel_values"]) if images else None,
-                    "grid": torch.from_numpy(fields["image_grid_thw"]).long() if images else None,
-                    "response": fields["response_ids"][i].tolist(),
-                    "rollout": fields["rollout_logprobs"][i].tolist(),
-                    "reward": record.rewards[i],
-                    "valid": record.valid[i],
-                }
-            )
-    return samples
-
-
 @pytest.mark.parametrize(
     ("aggregation", "temperature", "staleness", "layout"),
     [
@@ -55,7 +33,7 @@ def test_two_updates_of_one_partition_equal_the_plain_reference(aggregation, tem
     assert sum(len(c.ranks[0]) for m in actor_case.minis(cfg, records, groups_per_mini=2) for c in m.chunks) >= 5
 
     model = tiny.model()
-    samples = reference_samples(records, payloads)
+    samples = actor_case.reference_samples(records, payloads)
     opts = {
         "suppressed": tiny.family().suppressed_V.nonzero()[:, 0].tolist(),
         "temperature": temperature,
