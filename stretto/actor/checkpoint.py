@@ -53,6 +53,10 @@ FREE_BLOCKS = frozenset({"cluster", "checkpoint", "eval", "plane", "sft"})
 FREE_OPTIONS = frozenset(
     {
         "run.dir",
+        "data.train_files",  # a run's data is known by its fingerprint, see run_data.same_as_before
+        "data.validation_files",
+        "data.test_files",
+        "data.image_folder",
         "reward.timeout_s",
         "reward.workers",
         "rollout.replicas",

@@ -74,20 +74,17 @@ def _whole(case: Case) -> Iterator[Line]:
 
 def _few(case: Case) -> Iterator[Line]:
     """Whether a row that can not be read ends a run is decided where all of them are looked at."""
+    from stretto.build import gauge
+    from stretto.data.check import Gauge, check_rows
     from stretto.data.files import open_rows
 
     rows = open_rows(case.config.data, "train")
-    unread = 0
-    for index in _spread(len(rows)):
-        try:
-            prompt = rows.read(index)
-            for _ in prompt.images:  # decodes it
-                pass
-        except StrettoError:
-            unread += 1
-        else:
-            case.prompts.append(prompt)
-    yield Fact(f"{len(rows):,} rows in files; {len(case.prompts)} of {len(case.prompts) + unread} tried can be read")
+    tried = _spread(len(rows))
+    anything = Gauge(tokens=lambda _: 0, patches=lambda _: 0, max_tokens=None, max_patches=None, key="")
+    measure = anything if case.family is None else gauge(case.config, case.family, "train")
+    found = check_rows(len(tried), lambda i: rows.read(tried[i]), lambda i: rows.name(tried[i]), measure)
+    case.prompts = [rows.read(tried[i]) for i in found.usable]
+    yield Fact(f"{len(rows):,} rows in files; {len(tried) - found.count('bad')} of {len(tried)} tried can be read")
 
 
 def _counted(case: Case) -> Iterator[Line]:
