@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from stretto import build, machine
 from stretto.config import Config
@@ -27,9 +27,15 @@ class EngineProcess:
 
     def __init__(self, config: Config, place: machine.Placement, replica: int):
         self.config, self.place, self.replica = config, place, replica
+        self._started: asyncio.Future[tuple[dict[str, Any], dict[str, Any]]] | None = None
 
     async def start(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Builds the engine; what it has set for itself, and what its ``RemoteEngine`` must know of it."""
+        """Builds the engine when first called; what it has set for itself, and what its ``RemoteEngine`` must know."""
+        if self._started is None:
+            self._started = asyncio.ensure_future(self._start())
+        return await asyncio.shield(self._started)
+
+    async def _start(self) -> tuple[dict[str, Any], dict[str, Any]]:
         machine.adopt_orphans()  # those of an engine with processes of its own
         share = self.place.replicas[self.replica]
         facts = machine.settle(share.cores, self.config.run.determinism, share.threads)
@@ -43,7 +49,14 @@ class EngineProcess:
         }
 
     async def load_weights(self, version: int, refs: Sequence[Any]) -> None:
-        await self.engine.load_weights(version, await asyncio.gather(*refs))
+        try:
+            buckets = await asyncio.gather(*refs)
+        except ObjectLostError as error:  # no other engine would find them
+            raise StrettoError(
+                f"the weights of version {version} are lost with the process that held them: {cause_of(error)}; "
+                "resume from the last checkpoint"
+            ) from None
+        await self.engine.load_weights(version, buckets)
 
     async def generate(
         self, requests: Sequence[GroupRequest], sampling: Sampling
@@ -57,9 +70,11 @@ class EngineProcess:
 
 
 def create_engine(config: Config, place: machine.Placement, replica: int) -> Any:
-    """The Ray actor of a replica, which has not been told to start yet."""
+    """The Ray actor of a replica. It begins to start at once; ``RemoteEngine.start`` waits until it has."""
     remote = ray.remote(num_cpus=1, num_gpus=int(place.device == "cuda"), max_restarts=0)(EngineProcess)
-    return remote.options(max_concurrency=1000).remote(config, place, replica)
+    process = remote.options(max_concurrency=1000).remote(config, place, replica)
+    process.start.remote()
+    return process
 
 
 class RemoteEngine:

@@ -58,10 +58,11 @@ async def rollout(
     reward: str = "exact_match",
     sampling: Sampling = SAMPLING,
     restarts: int = 0,
+    timeout_s: float = 60,
 ) -> AsyncIterator[Case]:
     tracer = Tracer(None, "test")
     rewarder = Rewarder(RewardConfig(function=reward))
-    router = Router(make, replicas, max_restarts=restarts, timeout_s=60, tracer=tracer)
+    router = Router(make, replicas, max_restarts=restarts, timeout_s=timeout_s, tracer=tracer)
     runner = processor(tiny.family().process, tracer)
     arrived: list[tuple[GroupRecord, GroupFields]] = []
 

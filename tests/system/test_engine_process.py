@@ -1,0 +1,130 @@
+"""Engines in Ray actors, behind the router: every way to die, hang or refuse, and what is left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from rollout_case import plan, read, rollout
+from stub_engine import weights
+
+from stretto.engine_process import EngineProcess, RemoteEngine
+from stretto.remote import memory_mib
+from stretto.rollout.router import Offer
+from stretto.types import StrettoError
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("ray_session")]
+
+
+def process_class(how: str, replicas_that_fail: set[int]):
+    """An EngineProcess around an engine without a model, whose third request goes wrong; a successor's never does."""
+
+    class Stub(EngineProcess):  # local, so that Ray sends the class itself
+        def __init__(self, replica: int, first: bool):
+            self.fails = first and replica in replicas_that_fail
+            self.requests, self.version = 0, -1
+
+        async def start(self):
+            node = ray.get_runtime_context().get_node_id()
+            return {}, {"pid": os.getpid(), "node": node, "batch_invariant": True, "concurrency": 1}
+
+        async def load_weights(self, version, refs):
+            assert [str(bucket) for bucket in await asyncio.gather(*refs)] == [f"weights {version}"]
+            self.version = version
+
+        async def generate(self, requests, sampling):
+            from stretto.types import Response
+
+            self.requests += 1
+            if self.fails and self.requests == 3:
+                if how == "raises":
+                    raise RuntimeError("CUDA error: an illegal memory access")
+                if how == "exits":
+                    os._exit(1)
+                if how == "hangs":
+                    time.sleep(3600)
+                if how == "refuses":
+                    raise StrettoError("row 7: an image token without an image")
+            await asyncio.sleep(0.02)
+            made = dict(finish_reason="stop", version_start=self.version, version_end=self.version, text="1")
+            groups = [
+                [
+                    Response(
+                        token_ids=np.array([r.group, i], np.int32), logprobs=np.array([-1, -2], np.float32), **made
+                    )
+                    for i in range(sampling.n)
+                ]
+                for r in requests
+            ]
+            return groups, memory_mib()
+
+        async def close(self):
+            pass
+
+    return Stub
+
+
+class Fleet:
+    def __init__(self, how, replicas_that_fail):
+        self.cls = ray.remote(num_cpus=0, max_restarts=0)(process_class(how, replicas_that_fail))
+        self.made: list[tuple[int, RemoteEngine]] = []
+
+    def make(self, replica):
+        first = all(index != replica for index, _ in self.made)
+        engine = RemoteEngine(self.cls.options(max_concurrency=100).remote(replica, first))
+        self.made.append((replica, engine))
+        return engine
+
+
+async def run(fleet, restarts):
+    """12 groups on two replicas, in batches of one; records and payloads, and the router's counts."""
+    references = [ray.put(bucket) for bucket in weights(0)]
+    async with rollout(fleet.make, 2, m=1, restarts=restarts, timeout_s=2.0) as case:
+        try:
+            await case.scheduler.run(plan(12), read, Offer(0, references))
+        finally:
+            pids = [engine._local.pid for _, engine in fleet.made if engine._local is not None]
+            counts = set(case.router.outstanding().values())
+    return case, counts, pids
+
+
+def assert_gone(pids):
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    assert not alive
+
+
+@pytest.mark.case("E3")
+@pytest.mark.parametrize("how", ["raises", "exits", "hangs"])
+@pytest.mark.parametrize("failing", [{0}, {0, 1}])
+def test_the_work_goes_on_elsewhere_and_no_sample_is_lost_or_doubled(how, failing):
+    fleet = Fleet(how, failing)
+    case, counts, pids = asyncio.run(run(fleet, restarts=len(failing)))
+    assert sorted(record.group for record, _ in case.arrived) == list(range(12))
+    for record, fields in case.arrived:
+        assert [ids.tolist() for ids in fields["response_ids"]] == [[record.group, 0], [record.group, 1]]
+    assert case.router.restarts == len(failing) and counts == {(0, 0)}
+    assert_gone(pids)
+
+
+@pytest.mark.case("E3")
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raises", "engine 0 died: RuntimeError: CUDA error"),
+        ("exits", "engine 0 died: The actor died"),
+        ("hangs", "engine 0 died: it has not answered for rollout.engine_timeout_s = 2 s"),
+        ("refuses", "row 7: an image token without an image"),
+    ],
+)
+def test_without_restarts_the_first_cause_is_raised_within_seconds(how, words):
+    fleet = Fleet(how, {0})
+    begun = time.monotonic()
+    with pytest.raises(StrettoError, match=words):
+        asyncio.run(run(fleet, restarts=0))
+    assert time.monotonic() - begun < 30
+    assert_gone([engine._local.pid for _, engine in fleet.made if engine._local is not None])
