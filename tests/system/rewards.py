@@ -10,6 +10,11 @@ def variety(response: str, answer: str) -> float:
     return len(set(response)) / 8
 
 
+def tells_its_row(response: str, answer: str, row_id: str) -> float:
+    """The number of the row, and less than 1 that samples differ in."""
+    return row_of(row_id) + min(len(set(response)), 9) / 10
+
+
 def row_of(row_id: str) -> int:
     return int(re.findall(r"\d+", row_id)[-1])
 

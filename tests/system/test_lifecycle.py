@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import running
-from processes import processes_of, wait_until_gone
+from processes import assert_closed, ports_of, processes_of, wait_until_gone
 
 pytestmark = pytest.mark.timeout(240)
 LIMIT_S = 10
@@ -27,17 +27,18 @@ def another_ray_is_named_in_the_environment(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
 
 
+@pytest.mark.case("E5")
 @pytest.mark.parametrize(
     ("number", "code", "after_s"),
     [
         (signal.SIGTERM, 143, 0.3),
-        (signal.SIGINT, 130, 3.5),
+        (signal.SIGINT, 130, 3),
         pytest.param(signal.SIGTERM, 143, 6, marks=pytest.mark.long),
     ],
 )
 def test_a_signal_while_ray_starts_ends_everything_within_ten_seconds(marked, tmp_path, number, code, after_s):
     before = ray_folders()
-    process = running.start(running.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
+    process = running.start(running.recipe(tmp_path, run={"dir": str(marked), "updates": 400}, reward={"workers": 2}))
     running.wait_for(process, "starting Ray")
     time.sleep(after_s)
     sent = time.monotonic()
@@ -54,21 +55,24 @@ def test_a_signal_while_ray_starts_ends_everything_within_ten_seconds(marked, tm
     assert session["status"] == "interrupted" and session["updates_done"] == 0
 
 
+@pytest.mark.case("E5")
 def test_what_a_reward_started_ends_with_a_killed_driver_and_with_ctrl_c(marked, tmp_path):
     """``rewards:spawning`` prints, and leaves a process behind with every sample of a new reward process."""
     folder = tmp_path / "with space"
     folder.mkdir()
     recipe = running.recipe(
-        folder, reward={"function": "rewards:spawning"}, run={"dir": str(marked)}, checkpoint={"every": 1}
+        folder, reward={"function": "rewards:spawning", "workers": 2}, run={"dir": str(marked)}, checkpoint={"every": 1}
     )
     before = ray_folders()
     process = running.start(recipe, "--set", "run.updates=400")
     output = running.wait_for(process, "update 2/400")
     assert "oken" not in output.replace("tokens/s", "") and "ray" not in output.lower().replace("starting ray", "")
     assert any("sleep" in p.cmdline() for p in processes_of(marked))
+    ports, killed = ports_of(processes_of(marked)), time.time()
     process.kill()
     wait_until_gone(marked)
     process.communicate()
+    assert_closed(ports, killed)
     assert len(ray_folders() - before) == 1
 
     process = running.start(recipe, "--set", "run.updates=400", "--resume")
@@ -86,6 +90,8 @@ def test_what_a_reward_started_ends_with_a_killed_driver_and_with_ctrl_c(marked,
     wait_until_gone(marked, 0.5)
     assert ray_folders() <= before
     assert "a reward prints this" in (marked / "logs/rollout.out").read_text()
+    rows = running.jsonl(marked, "metrics.jsonl")
+    assert len(rows) >= 4 and [row["update"] for row in rows] == list(range(len(rows)))
 
 
 def test_gcs_killed_ends_the_run_within_seconds_with_the_cause(marked, tmp_path):
@@ -104,12 +110,20 @@ def test_gcs_killed_ends_the_run_within_seconds_with_the_cause(marked, tmp_path)
     wait_until_gone(marked, 0.5)
 
 
-def test_a_partition_over_the_limit_of_failed_rewards_is_neither_trained_nor_saved(tmp_path):
+@pytest.mark.case("C1")
+@pytest.mark.case("E5")
+def test_a_partition_over_the_limit_of_failed_rewards_is_neither_trained_nor_saved(marked, tmp_path):
     """Rewards fail from row 8 on, which is partition 1: update 1 is trained, and no other, also after a resume."""
-    recipe = running.recipe(tmp_path, reward={"function": "rewards:fails_from_row_8"}, data={"shuffle": False})
-    run = tmp_path / "run"
+    run = marked
+    recipe = running.recipe(
+        tmp_path,
+        run={"dir": str(run)},
+        reward={"function": "rewards:fails_from_row_8", "workers": 2},
+        data={"shuffle": False},
+    )
     for arguments in ([], ["--resume"]):
         output = running.train(recipe, *arguments, code=1)
+        wait_until_gone(run)
         assert "partition 1: 32 of 32 samples failed" in output and "the grader is down" in output
         assert [row["update"] for row in running.jsonl(run, "metrics.jsonl")] == [0]
         assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_000001"]

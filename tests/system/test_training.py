@@ -147,6 +147,7 @@ def listening(processes: list[psutil.Process]) -> set[str]:
     return found
 
 
+@pytest.mark.case("E5")
 def test_ctrl_c_ends_within_ten_seconds_says_what_is_lost_and_can_be_resumed(marked, tmp_path):
     recipe = running.recipe(tmp_path, checkpoint={"every": 2}, run={"dir": str(marked), "updates": 40})
     process = running.start(recipe)
