@@ -31,6 +31,7 @@ PACKAGES = (
     "numpy",
     "safetensors",
     "pillow",
+    "pyarrow",
     "pydantic",
     "scikit-learn",
     "tensorboard",
