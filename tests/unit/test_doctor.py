@@ -12,6 +12,7 @@ import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -249,6 +250,30 @@ def test_a_model_larger_than_the_machine_is_refused(recipe, monkeypatch):
     (text,) = texts(doctor(recipe))
     assert text.startswith("model.config: weights, gradients and optimizer of all processes take ")
     assert "this machine has 1.0 MiB of memory" in text and "take a smaller model" in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gpus_too_small_for_weights_gradient_and_optimizer_are_refused_and_full_ones_warned_of(
+    recipe, monkeypatch, dtype
+):
+    """There is no GPU here: what torch says of two of them is set."""
+    total, free = 10 * 2**20, 0.1 * 2**20
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free, total))
+    sets = ("cluster.device=cuda", f"model.dtype={dtype}")
+    found = doctor(recipe, *sets)
+    parameters = sum(p.numel() for p in tiny.model().parameters())
+    least = parameters * 16 if dtype == "float32" else parameters * (2 + 4 + 4 + 8)
+    assert found.exit_code == 0
+    assert f"an actor rank takes {least / 2**20:.1f} MiB" in facts(found, "memory")
+    assert "2 GPUs in use: 1 actor rank, 1 engine" in facts(found, "machine")
+    assert f"GPU 0: an actor rank needs {least / 2**20:.1f} MiB, 0.1 MiB are free; end what runs there" in cautions(
+        found
+    )
+    total = least - 1
+    (text,) = texts(doctor(recipe, *sets, "rollout.groups_per_decode_batch=1"))
+    assert text.startswith("model.config: an actor rank takes ") and "take a smaller model" in text
 
 
 def usage(free: int, of: str) -> Any:
