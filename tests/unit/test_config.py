@@ -321,6 +321,11 @@ def test_a_recipe_that_is_not_toml_says_where(tmp_path):
             "or staleness.max to 0",
         ),
         (
+            ["staleness.mode=bounded"],
+            'staleness.mode = "bounded" (--set), run.determinism = "exact" (default)',
+            'or run.determinism to "fast"',
+        ),
+        (
             ["rollout.prompts_per_partition=12", "actor.chunks_per_mini=5"],
             "rollout.prompts_per_partition = 12 (--set), actor.chunks_per_mini = 5 (--set)",
             "can be 1, 2, 3, 4, 6, 12",
@@ -368,6 +373,7 @@ def test_evaluation_may_sample_as_it_likes():
 def test_what_fits_exactly_is_allowed():
     load(None, [MODEL, "run.updates=1", "actor.warmup_updates=7"], {})  # a smoke run of any length
     load(None, [MODEL, "staleness.max=0", "algorithm.importance_correction=none"], {})
+    load(None, [MODEL, "staleness.mode=bounded", "run.determinism=fast"], {})
     load(None, [MODEL, "cluster.actor_cores=[0]", "cluster.rollout_cores=[1]"], {})
     load(None, [MODEL, "rollout.n_samples_per_prompt=2", "rollout.temperature=0.01"], {})
 
