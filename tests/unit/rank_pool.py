@@ -1,19 +1,21 @@
-"""Real processes that form a torch.distributed group through the product's own rendezvous, started once for many tests.
+"""Real processes that form a torch.distributed group through the product's own rendezvous, started once for many
+tests.
 
-Four processes serve worlds of 1, 2 and 4: the first ones form a group of their own for each. Functions to be run are
-named by module and name, take this rank's ``RankGroup`` first, and answer with what pickles (numpy, not torch).
+Four processes serve worlds of 1, 2 and 4: the first ones form a group of their own for each. With a GPU each, two serve
+worlds of 1 and 2. Functions to be run are named by module and name, take this rank's ``RankGroup`` first, and answer
+with what pickles (numpy, not torch).
 """
 
 from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import sys
 import traceback
 from datetime import timedelta
 from typing import Any
 
-SIZE = 4
 HASTY_S = 2.0
 """Time-out of the group ``hasty`` of two."""
 LIMIT_S = 100.0
@@ -22,13 +24,15 @@ LIMIT_S = 100.0
 class RankPool:
     """``call`` runs a function on the first ``world`` processes at once."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # imports torch and transformers once, not four times
-        context.set_forkserver_preload(["stretto.actor.rank", "transformers.models.qwen3_vl.modeling_qwen3_vl"])
+    def __init__(self, size: int = 4, device: str = "cpu") -> None:
+        # A forkserver imports torch and transformers once, not four times; a GPU wants processes that forked nothing.
+        context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+        if device == "cpu":
+            context.set_forkserver_preload(["stretto.actor.rank", "transformers.models.qwen3_vl.modeling_qwen3_vl"])
         self._pipes, self.processes = [], []
-        for rank in range(SIZE):
+        for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, sys.path), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, device, theirs, sys.path), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -36,7 +40,7 @@ class RankPool:
         address = self._answer(0)
         for pipe in self._pipes:
             pipe.send(address)
-        for rank in range(SIZE):
+        for rank in range(size):
             self._answer(rank)
 
     def call(self, world: int | str, function: str, *args: Any) -> list[Any]:
@@ -62,28 +66,31 @@ class RankPool:
             process.kill()
 
 
-def _serve(rank: int, pipe: Any, path: list[str]) -> None:
+def _serve(rank: int, size: int, device: Any, pipe: Any, path: list[str]) -> None:
     sys.path[:] = path
+    if device == "cuda":  # as Ray does, before CUDA looks
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
     import torch
     import torch.distributed as dist
 
+    from stretto import machine
     from stretto.actor.parallel import RankGroup
     from stretto.actor.rendezvous import LOOPBACK, join, leave, listen
 
     torch.set_num_threads(1)
+    if device == "cuda":
+        machine.settle((), "exact")
+        importlib.import_module("ranks_case").device = device
     listener = listen(LOOPBACK) if rank == 0 else None
     if listener is not None:
         pipe.send((True, listener.getsockname()[1]))
     port = pipe.recv()
-    join(RankGroup(rank, SIZE), LOOPBACK, port, own_address=LOOPBACK, device="cpu", exact=True, listener=listener)
-    pair = dist.new_group([0, 1])
-    hasty = dist.new_group([0, 1], timeout=timedelta(seconds=HASTY_S))
-    groups = {
-        1: RankGroup(),
-        2: RankGroup(rank, 2, pair),
-        4: RankGroup(rank, 4),
-        "hasty": RankGroup(rank, 2, hasty),
-    }
+    join(RankGroup(rank, size), LOOPBACK, port, own_address=LOOPBACK, device=device, exact=True, listener=listener)
+    groups: dict[int | str, RankGroup] = {1: RankGroup(), size: RankGroup(rank, size)}
+    if device == "cpu":
+        groups[2] = RankGroup(rank, 2, dist.new_group([0, 1]))
+        groups["hasty"] = RankGroup(rank, 2, dist.new_group([0, 1], timeout=timedelta(seconds=HASTY_S)))
     pipe.send((True, None))
     while True:
         try:

@@ -23,6 +23,7 @@ from stretto.types import ChunkSchedule, GroupFields, GroupRecord, Microbatch, M
 
 Options = dict[str, Any]
 kept: dict[str, ActorRankCore] = {}
+device = "cpu"
 
 
 def config(options: Options) -> Config:
@@ -39,11 +40,11 @@ def model(cfg: Config, seed: int = 0, frozen_tower: bool = False) -> nn.Module:
     loaded = load_model(cfg.model, seed)
     if frozen_tower:
         loaded.get_submodule("model.visual").requires_grad_(False)
-    return loaded
+    return loaded.to(device)
 
 
 def arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    return {name: t.detach().float().numpy().copy() for name, t in tensors.items()}
+    return {name: t.detach().float().cpu().numpy().copy() for name, t in tensors.items()}
 
 
 def state(actor: ActorRankCore) -> dict[str, Any]:
@@ -238,7 +239,7 @@ def sharded_steps(group: RankGroup, seed: int, dtype: str, steps: int) -> dict[s
     """``steps`` updates of ``Shapes``; their reduced gradients are a function of ``seed``: rank 0 hands them in."""
     from stretto.actor.trainer import Trainer
 
-    loaded = Shapes(seed, getattr(torch, dtype))
+    loaded = Shapes(seed, getattr(torch, dtype)).to(device)
     trainer = Trainer(
         tiny.family(),
         loaded,
@@ -252,7 +253,7 @@ def sharded_steps(group: RankGroup, seed: int, dtype: str, steps: int) -> dict[s
         trainer.begin()
         gradient = torch.randn(trainer.master.flat_grad.shape, generator=generator) * 3
         trainer.master.flat_grad.copy_(gradient if group.rank == 0 else torch.zeros_like(gradient))
-        trainer._statistics.add({"loss_sum": torch.tensor(float(group.rank == 0))})
+        trainer._statistics.add({"loss_sum": torch.tensor(float(group.rank == 0), device=device)})
         trainer.finish(2)
     return {
         "model": arrays(dict(loaded.named_parameters())),
