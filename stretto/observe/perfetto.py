@@ -74,7 +74,11 @@ def _side(process: str) -> tuple[int, str]:
 
 
 def _row(span: Event) -> str:
-    """The row of a span: its thread's name, or the stage it belongs to where the thread was never given one."""
+    """The row of a span: the engine it ran on, its thread's name, or the stage that it belongs to where the thread was
+    never given one.
+    """
+    if "replica" in span:
+        return f"engine {span['replica']}"
     thread = span.get("thread", "")
     if thread and not _GENERIC_THREAD.fullmatch(thread):
         return thread.removesuffix("_0")  # as a pool of threads names its first
@@ -91,7 +95,7 @@ def _place(spans: list[Event], pids: dict[str, int]) -> tuple[list[tuple[Event, 
     placed: list[tuple[Event, int]] = []
     metadata: list[dict[str, Any]] = []
     further: list[bool] = []
-    order = sorted(rows, key=lambda key: (pids[key[0]], _ROW_ORDER.get(key[1], 9), key[1]))
+    order = sorted(rows, key=lambda key: (pids[key[0]], _ROW_ORDER.get(key[1].split()[0], 9), key[1]))
     for process, row in order:
         lanes: list[list[int]] = []  # per lane, the ends of the spans that are open
         tids: list[int] = []

@@ -112,6 +112,27 @@ def processes_of(trace):
     return {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
 
 
+def test_each_engine_replica_is_a_row_of_its_own():
+    work = [
+        span(name, "rollout", at, at + 50, replica=replica, version=0)
+        for replica, at, name in (
+            (1, 0, "rollout.generate"),
+            (0, 10, "rollout.load_weights"),
+            (1, 60, "rollout.evaluate"),
+            (0, 70, "rollout.generate"),
+        )
+    ]
+    trace = to_trace(work)
+    rows = rows_of(trace)
+    shown = {(e["name"], rows[e["pid"], e["tid"]]) for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert shown == {
+        ("rollout.generate", "engine 1"),
+        ("rollout.load_weights", "engine 0"),
+        ("rollout.evaluate", "engine 1"),
+        ("rollout.generate", "engine 0"),
+    }
+
+
 def test_each_side_is_a_process_in_reading_order_and_each_thread_a_named_row():
     trace = to_trace(
         [*RUN, span("reward.score", "rollout", 30, 31), span("processor.process", "rollout", 0, 2, "processor_0")]
