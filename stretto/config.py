@@ -102,7 +102,8 @@ class RolloutConfig(Block):
         3, description="engines that may die (or hang) and be replaced in one session; 0: the first death ends the run"
     )
     engine_timeout_s: PositiveFloat = Field(
-        600.0, description="seconds that one decode batch, or loading a version, may take before the engine counts as hung"
+        600.0,
+        description="seconds that one decode batch, or loading a version, may take before the engine counts as hung",
     )
 
 
@@ -121,7 +122,7 @@ class AlgorithmConfig(Block):
 
 
 class ActorConfig(Block):
-    data_parallel: PositiveInt = Field(1, description="data-parallel actor ranks")
+    data_parallel: PositiveInt = Field(1, description="data-parallel actor ranks, see docs/parallel.md")
     lr: PositiveFloat = Field(4e-4, description="peak learning rate")
     betas: tuple[Decay, Decay] = Field((0.9, 0.99), description="AdamW betas")
     eps: PositiveFloat = Field(1e-8, description="AdamW epsilon")
@@ -180,7 +181,9 @@ class ClusterConfig(Block):
     address: str = Field("", description="address of a running Ray cluster; empty: an embedded one on this machine")
     actor_cores: tuple[int, ...] = Field((), description="CPU cores of the actor; empty: half of the machine's")
     rollout_cores: tuple[int, ...] = Field((), description="CPU cores of the rollout; empty: the other half")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where two GPUs are there, else cpu")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where each rank and replica gets a GPU, else cpu"
+    )
 
 
 class SftConfig(Block):

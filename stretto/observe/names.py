@@ -97,7 +97,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout_load_s": ("s", "engines loaded the weights, mean over engines"),
     "rollout_s": ("s", "the partition was generated, scored and put, from its turn on, back-pressure included"),
     "engine_restarts": ("engines", "engines that died and were replaced, so far in this session"),
-    "actor_rss_mib": ("MiB", "resident memory of the actor's process, shared pages included"),
+    "actor_rss_mib": ("MiB", "resident memory of the actor's largest process, shared pages included"),
     "rollout_rss_mib": ("MiB", "the same of the rollout process, which holds no model"),
     "engine_rss_mib": ("MiB", "the same of the largest engine process"),
 }
