@@ -59,7 +59,7 @@ def cross_field_problems(config: Config, origins: Mapping[str, str], *, training
     found = [*_paths(config, reader), *_model(config, reader), *_cores(config, reader), *_stop(config, reader)]
     found += _data(config, reader, training)
     if training:
-        found += [*_sampling(config, reader), *_batches(config, reader)]
+        found += [*_sampling(config, reader), *_batches(config, reader), *_timeouts(config, reader)]
     return found
 
 
@@ -191,6 +191,18 @@ def _sampling(config: Config, reader: Reader) -> Iterator[Problem]:
             "run.determinism",
             why="in bounded mode timing decides which version generates what, so no two runs are alike; set "
             'staleness.mode to "lockstep", or run.determinism to "fast"',
+        )
+
+
+def _timeouts(config: Config, reader: Reader) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.max_engine_restarts and rollout.engine_timeout_s >= config.plane.fetch_timeout_s:
+        yield reader.problem(
+            "rollout.engine_timeout_s",
+            "rollout.max_engine_restarts",
+            "plane.fetch_timeout_s",
+            why="a claim would give up before an engine that hangs is replaced; set engine_timeout_s well below "
+            "fetch_timeout_s, or max_engine_restarts to 0",
         )
 
 

@@ -111,6 +111,7 @@ class Router:
         self._waiting: set[int] = set()
         self._changed = asyncio.Event()
         self._ended: StrettoError | None = None
+        self._first_death = ""
 
     async def start(self) -> list[Mapping[str, Any]]:
         """Start all replicas at once; what each has set for itself.
@@ -264,12 +265,16 @@ class Router:
 
     def _count_death(self, index: int, error: Exception) -> None:
         cause = str(error) if isinstance(error, EngineLost) else f"{type(error).__name__}: {error}"
+        death = f"rollout engine {index} died: {cause.removesuffix('.')}"
+        self._first_death = self._first_death or death
         if self.restarts >= self._max_restarts:
             spent = f"rollout.max_engine_restarts = {self._max_restarts}"
-            self._end(StrettoError(f"rollout engine {index} died: {cause} ({spent}); resume from the last checkpoint"))
+            if self._first_death != death:
+                spent += f"; the first death: {self._first_death}"
+            self._end(StrettoError(f"{death} ({spent}); resume from the last checkpoint"))
             return
         self.restarts += 1
-        self._note(f"rollout engine {index} died: {cause}; restart {self.restarts} of {self._max_restarts}")
+        self._note(f"{death}; restart {self.restarts} of {self._max_restarts}")
 
     def _end(self, error: StrettoError) -> None:
         self._ended = self._ended or error

@@ -37,7 +37,7 @@ actor.warmup_updates=5 actor.decay_fraction=0.3 actor.decay_to=0.1 actor.grad_cl
 actor.max_tokens_per_microbatch=8192 actor.max_patches_per_microbatch=16384 actor.layout="auto"
 actor.gradient_checkpointing=false
 staleness.mode="lockstep" staleness.max=1
-plane.backend="ray" plane.capacity_mib=1024 plane.fetch_timeout_s=600.0 plane.lease_s=1800.0
+plane.backend="ray" plane.capacity_mib=1024 plane.fetch_timeout_s=1800.0 plane.lease_s=1800.0
 checkpoint.every=25 checkpoint.keep=2
 eval.every=25 eval.prompts=200
 cluster.address="" cluster.actor_cores=[] cluster.rollout_cores=[] cluster.device="auto"
@@ -321,6 +321,12 @@ def test_a_recipe_that_is_not_toml_says_where(tmp_path):
             "or staleness.max to 0",
         ),
         (
+            ["rollout.engine_timeout_s=60", "plane.fetch_timeout_s=60"],
+            "rollout.engine_timeout_s = 60.0 (--set), rollout.max_engine_restarts = 3 (default), "
+            "plane.fetch_timeout_s = 60.0 (--set)",
+            "set engine_timeout_s well below",
+        ),
+        (
             ["staleness.mode=bounded"],
             'staleness.mode = "bounded" (--set), run.determinism = "exact" (default)',
             'or run.determinism to "fast"',
@@ -374,6 +380,7 @@ def test_what_fits_exactly_is_allowed():
     load(None, [MODEL, "run.updates=1", "actor.warmup_updates=7"], {})  # a smoke run of any length
     load(None, [MODEL, "staleness.max=0", "algorithm.importance_correction=none"], {})
     load(None, [MODEL, "staleness.mode=bounded", "run.determinism=fast"], {})
+    load(None, [MODEL, "plane.fetch_timeout_s=60", "rollout.max_engine_restarts=0"], {})
     load(None, [MODEL, "cluster.actor_cores=[0]", "cluster.rollout_cores=[1]"], {})
     load(None, [MODEL, "rollout.n_samples_per_prompt=2", "rollout.temperature=0.01"], {})
 

@@ -218,7 +218,8 @@ def test_both_replicas_fail_and_the_run_ends_with_the_cause_once_no_restart_is_l
         assert failed and all(isinstance(error, StrettoError) for error in failed)
         assert {str(error) for error in failed} == {
             "rollout engine 1 died: RuntimeError: CUDA error: an illegal memory access "
-            "(rollout.max_engine_restarts = 1); resume from the last checkpoint"
+            "(rollout.max_engine_restarts = 1; the first death: rollout engine 0 died: RuntimeError: CUDA error: an "
+            "illegal memory access); resume from the last checkpoint"
         }
         with pytest.raises(StrettoError, match="illegal memory access"):  # for good
             await fleet.router.generate(batch(0))
