@@ -37,7 +37,7 @@ TOPICS = (
     Topic("reward", reward, ("reward.", "data."), training=True),
     Topic("memory", memory, ("model.", "cluster.", "staleness.", "plane.", "actor.data_parallel"), training=True),
     Topic("disk", disk, ("model.", "run.", "checkpoint.", "staleness."), training=True),
-    Topic("resume", going_on, ("",), training=True, thorough=True),
+    Topic("resume", going_on, ("run.dir",), every_option=True, training=True, thorough=True),
 )
 """In this order: later ones use what earlier ones have loaded."""
 
@@ -123,8 +123,8 @@ def _options(resolved: Resolved) -> Iterator[Line]:
 def _asked(topic: Topic, case: Case, resolved: Resolved, doubtful: set[str]) -> Iterator[Line]:
     """What a topic finds, but for what is said of options that are doubtful already: it would only repeat that."""
     doubts = sorted(name for name in doubtful if name.startswith(topic.needs))
-    if topic.name == "resume" and not resolved.problems:  # what the machine lacks does not change the options
-        doubts = [name for name in doubts if name == "run.dir"]
+    if topic.every_option:  # what the machine lacks does not make the options other ones
+        doubts += sorted(resolved.doubtful)
     if doubts:
         yield Fact(f"not looked at, since {doubts[0]} is wrong")
         return

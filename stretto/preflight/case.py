@@ -93,6 +93,7 @@ class Topic:
     Attributes:
         ask: yields what it finds. It leaves nothing behind, neither files nor processes.
         needs: beginnings of option names; where one of these options is wrong the topic is left out.
+        every_option: left out where any option is wrong.
         exit_code: 2 where its problems are those of the recipe itself, 1 where they are of what the recipe meets.
         training: only asked where ``Case.training``.
         thorough: only asked where ``Case.thorough``.
@@ -101,6 +102,7 @@ class Topic:
     name: str
     ask: Callable[[Case], Iterator[Line]]
     needs: tuple[str, ...] = ()
+    every_option: bool = False
     exit_code: int = 1
     training: bool = False
     thorough: bool = False
