@@ -134,6 +134,7 @@ async def rollout_worker(
     from stretto.rollout.router import Router
     from stretto.rollout.scheduler import Scheduler
     from stretto.rollout.worker import RolloutWorker
+    from stretto.run_data import open_as_begun
 
     rewarder = Rewarder(config.reward)
     router = Router(
@@ -161,7 +162,7 @@ async def rollout_worker(
         router=router,
         scheduler=scheduler,
         mode=config.staleness.mode,
-        train=source(config, "train", family, keep=True) if producer else [],
+        train=open_as_begun(config, family) if producer else [],
         evaluation=cache(lambda split: source(config, split, family, keep=producer is not None)),
         fail=producer.fail if producer else _no_plane,
         closing=(rewarder.close, processor.close, router.close),

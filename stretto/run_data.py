@@ -54,6 +54,17 @@ def open_splits(config: Config, family: Qwen3VL | None = None, *, keep: bool, no
     return opened
 
 
+def open_as_begun(config: Config, family: Qwen3VL) -> Source:
+    """The source to train on, for the rollout side: its rows must be those that the controller counts by number.
+
+    Raises:
+        StrettoError: the data has changed since the controller opened it.
+    """
+    source = build.source(config, "train", family, keep=True)
+    same_as_before(Path(config.run.dir), source.facts())
+    return source
+
+
 def same_as_before(run_dir: Path, now: dict[str, Any]) -> None:
     """The cursor of a checkpoint means rows by their number: with others, some would be trained twice and some never.
 

@@ -123,16 +123,19 @@ def check_rows(
     """
     lock = threading.Lock()  # tokenizers are not made for several threads
     tracker = _Reporter(rows, report)
+    stopped = threading.Event()
 
     def chunk(first: int) -> list[Measured | Refusal]:
-        found = [_looked_at(read, row_id, i, gauge, lock) for i in range(first, min(first + ROWS_AT_ONCE, rows))]
+        numbers = range(first, min(first + ROWS_AT_ONCE, rows))
+        found = [_looked_at(read, row_id, i, gauge, lock) for i in numbers if not stopped.is_set()]
         tracker.done(len(found))
         return found
 
     pool = ThreadPoolExecutor(threads or min(8, len(os.sched_getaffinity(0))), thread_name_prefix="rows")
     try:
         found = [row for part in pool.map(chunk, range(0, rows, ROWS_AT_ONCE)) for row in part]
-    finally:
+    finally:  # Ctrl-C, or a file that has changed: nobody waits for the rest
+        stopped.set()
         pool.shutdown(cancel_futures=True)
     good = [(i, row) for i, row in enumerate(found) if isinstance(row, Measured)]
     return RowCheck(

@@ -8,8 +8,10 @@ import io
 import os
 import re
 import stat
+import threading
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from os import PathLike
 from pathlib import Path
@@ -22,7 +24,12 @@ from stretto.types import StrettoError
 
 MAX_PIXELS = 89_478_485
 """Largest picture that is decoded (Pillow's own warning limit): a quarter of a gigabyte as RGB."""
+LARGE_PIXELS = 16_000_000
+"""Pictures above this are decoded one at a time, so that many threads together stay within a gigabyte or so."""
+STRIP_PIXELS = 1_000_000
 LONGEST_PATH = 4096
+
+_ONE_LARGE = threading.Lock()
 
 _PLAIN = {"1", "L", "RGB", "RGBX", "CMYK", "YCbCr", "HSV", "P"}
 _KEYED = {"1", "L", "RGB", "P"}  # modes that may declare one colour transparent
@@ -59,10 +66,11 @@ def to_rgb(image: Any, where: str, folder: Path | None = None) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image, formats=_formats()) as opened:
             _check_size(opened.size, where)
-            if opened.tell():  # some formats open at another frame
-                opened.seek(0)
-            opened.load()
-            return _pixels(opened, where)
+            with _ONE_LARGE if opened.width * opened.height > LARGE_PIXELS else nullcontext():
+                if opened.tell():  # some formats open at another frame
+                    opened.seek(0)
+                opened.load()
+                return _pixels(opened, where)
     except StrettoError:
         raise
     except UnidentifiedImageError as error:
@@ -198,18 +206,37 @@ def _first_frame(image: Image.Image) -> Image.Image:
 
 
 def _pixels(image: Image.Image, where: str) -> np.ndarray:
-    image = ImageOps.exif_transpose(image)
+    """Of an image that may be changed. Made strip by strip: conversions need several times the memory of what they
+    convert.
+    """
+    ImageOps.exif_transpose(image, in_place=True)
+    convert = _rule(image, where)
+    width, height = image.size
+    pixels = np.empty((height, width, 3), np.uint8)
+    rows = max(1, STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        bottom = min(top + rows, height)
+        pixels[top:bottom] = convert(image.crop((0, top, width, bottom)))
+    return pixels
+
+
+def _rule(image: Image.Image, where: str) -> Callable[[Image.Image], np.ndarray]:
+    """How each part of ``image`` becomes RGB values: pixel by pixel, so that parts are as the whole."""
     if image.mode in _GREY16:
-        return _from_grey16(image)
+        return _from_grey16
     if image.mode in _ALPHA or (image.mode in _KEYED and "transparency" in image.info):
-        rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        return np.array(Image.alpha_composite(white, rgba).convert("RGB"))
+        return _over_white
     if image.mode in _PLAIN:
-        return np.array(image.convert("RGB"))
+        return lambda part: np.asarray(part.convert("RGB"))
     raise StrettoError(
         f"{where}: pictures of mode {image.mode!r} have no rule; convert to 8-bit RGB or grey, or to 16-bit grey"
     )
+
+
+def _over_white(image: Image.Image) -> np.ndarray:
+    rgba = image.convert("RGBA")
+    white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+    return np.asarray(Image.alpha_composite(white, rgba).convert("RGB"))
 
 
 def _from_grey16(image: Image.Image) -> np.ndarray:
@@ -217,4 +244,4 @@ def _from_grey16(image: Image.Image) -> np.ndarray:
     grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
     if "transparency" in image.info:
         grey[values == image.info["transparency"]] = 255
-    return np.repeat(grey[..., None], 3, axis=2)
+    return grey[..., None]

@@ -99,6 +99,9 @@ class JsonLines:
             if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
                 raise StrettoError(f"{path}: cannot be read (it is UTF-16; save it as UTF-8)")
             file.seek(0)
+            if file.readline().removeprefix(b"\xef\xbb\xbf").strip() == b"[":
+                raise StrettoError(f"{path}: cannot be read (it is one JSON list; write one object a line)")
+            file.seek(0)
             for number, line in enumerate(file, 1):
                 if line.strip() and line.strip() != b"\xef\xbb\xbf":
                     self._starts.append(at)

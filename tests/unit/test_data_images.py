@@ -99,6 +99,25 @@ def test_palettes_with_alpha_and_premultiplied_modes_show_white_behind() -> None
         )
 
 
+@pytest.mark.case("A1")
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "L", "1", "P", "PA", "CMYK", "YCbCr", "HSV", "I;16"])
+def test_a_picture_made_in_strips_is_the_picture_made_at_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(3).integers(0, 256, (37, 23, 4), dtype=np.uint8)
+    if mode == "I;16":
+        image = Image.fromarray(noise.view(np.uint16)[..., 0].copy())
+        image.info["transparency"] = int(np.asarray(image)[20, 5])
+    else:
+        image = Image.fromarray(noise).convert("P" if mode == "PA" else mode)
+        image = image.convert("PA") if mode == "PA" else image
+        if mode in ("P", "L"):
+            image.info["transparency"] = int(np.asarray(image)[20, 5])
+    whole = pixels(image)
+    monkeypatch.setattr("stretto.data.images.STRIP_PIXELS", 23 * 5)
+    assert (pixels(image) == whole).all()
+    if mode in ("I;16", "P", "L"):
+        assert whole[20, 5].tolist() == list(WHITE)
+
+
 def test_a_format_that_would_start_another_program_is_no_image() -> None:
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
     with pytest.raises(StrettoError, match="not an image in any format"):

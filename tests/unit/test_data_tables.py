@@ -98,6 +98,12 @@ def test_utf_16_is_named(tmp_path):
         open_(tmp_path / "x.jsonl")
 
 
+def test_a_json_list_over_many_lines_is_named(tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps([{"a": 1}], indent=1))
+    with pytest.raises(StrettoError, match="it is one JSON list; write one object a line"):
+        open_(tmp_path / "x.jsonl")
+
+
 # Parquet ---------------------------------------------------------------------------------------------------------
 
 
