@@ -319,8 +319,10 @@ def test_what_stops_no_run_is_a_warning(recipe, sets, words):
 def test_processes_that_share_cores_few_open_files_and_a_home_that_can_not_be_written_are_warnings(recipe, monkeypatch):
     monkeypatch.setenv("HOME", "/nowhere")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
-    found = doctor(recipe)
+    found = doctor(recipe, "actor.data_parallel=2", "rollout.replicas=3")
     said = "\n".join(cautions(found))
+    assert "actor.data_parallel = 2 on 1 core: they share it" in said
+    assert "rollout.replicas = 3 on 1 core: they share it" in said
     assert found.exit_code == 0
     assert "may open 1024 files" in said and "home folder /nowhere" in said
 
