@@ -18,6 +18,8 @@ import pyarrow.parquet as pq
 
 from stretto.types import StrettoError
 
+LARGE_GROUP_BYTES = 64 * 2**20
+"""Parquet row groups above this make rows in random order slow to read: each costs its whole group."""
 CACHED_BYTES = 256 * 2**20
 """Parquet row groups kept decoded: the newest ones, as long as they take no more than this together."""
 
@@ -42,6 +44,8 @@ class Table(Protocol):
 
     path: Path
     identity: Identity
+    step_bytes: int
+    """The most that is read for one row, where it is not the row alone; else 0."""
 
     def __len__(self) -> int: ...
 
@@ -90,6 +94,8 @@ def _unchanged(path: Path, known: Identity) -> None:
 
 class JsonLines:
     """One JSON object a line, UTF-8, with or without a byte order mark. Blank lines are no rows."""
+
+    step_bytes = 0
 
     def __init__(self, path: Path, columns: frozenset[str], images_column: str):
         self.path, self.identity = path, identity(path)
@@ -152,6 +158,7 @@ class Parquet:
         self._single = _is_image(schema, images_column)
         sizes = [self._file.metadata.row_group(g).num_rows for g in range(self._file.num_row_groups)]
         self._ends = list(itertools.accumulate(sizes))
+        self.step_bytes = max((self._group_bytes(group) for group in range(len(sizes))), default=0)
         self._groups: OrderedDict[int, pa.Table] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -174,6 +181,12 @@ class Parquet:
 
     def names(self, row: Mapping[str, Any]) -> Iterable[str]:
         return self._names
+
+    def _group_bytes(self, group: int) -> int:
+        """Of the columns that are read, once decompressed."""
+        meta = self._file.metadata.row_group(group)
+        parts = [meta.column(i) for i in range(meta.num_columns)]
+        return sum(p.total_uncompressed_size for p in parts if p.path_in_schema.split(".")[0] in self._columns)
 
     def _group(self, group: int) -> pa.Table:
         with self._lock:

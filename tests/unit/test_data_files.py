@@ -372,6 +372,22 @@ def test_rows_keep_their_order_and_progress_is_told(tmp_path, monkeypatch, threa
     ]
 
 
+def test_row_groups_that_make_shuffled_rows_slow_are_told_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LARGE_GROUP_BYTES", 2**20)
+    image = {"bytes": np.random.default_rng(0).bytes(2**19), "path": None}
+    rows = [{"prompt": "?", "answer": i, "other": image} for i in range(6)]
+    quiet, notes = Notes(), Notes()
+    opened(tmp_path, parquet(tmp_path / "x.parquet", rows, group=6), note=quiet)  # the large column is not read
+    assert len(quiet) == 1
+    noise = np.random.default_rng(0).integers(0, 256, (20, 256, 256, 3), dtype=np.uint8)
+    rows = [{"prompt": "?", "answer": i, "images": encoded(pixels, "BMP")} for i, pixels in enumerate(noise)]
+    path = parquet(tmp_path / "y.parquet", rows, group=20)
+    opened(tmp_path, path, note=notes, shuffle=False)
+    assert len(notes) == 1
+    opened(tmp_path, path, note=notes)
+    assert "y.parquet has row groups of " in notes[-1] and "about 100 rows a group" in notes[-1]
+
+
 # What is kept --------------------------------------------------------------------------------------------------------
 
 

@@ -182,3 +182,23 @@ def test_the_documentation_lists_every_span_and_metric_with_its_unit():
     text = (ROOT / "docs" / "observability.md").read_text()
     assert {name for name in SPANS if f"| `{name}` | {SPANS[name]} |" not in text} == set()
     assert {name for name, (unit, says) in METRICS.items() if f"| `{name}` | {unit} | {says} |" not in text} == set()
+
+
+NOTES = """
+import sys, time
+from stretto.observe.progress import make_progress
+with make_progress(10, run_dir=sys.argv[1]) as progress:
+    progress.note("8 of 10 rows [bold] can be used", stays=True)
+    for text in ("checked 10 rows", "starting"):
+        progress.note(text)
+        time.sleep(0.6)
+"""
+
+
+def test_a_result_stays_above_the_live_display_and_progress_does_not(tmp_path):
+    shown, status = on_a_terminal(NOTES, str(tmp_path))
+    assert status == 0
+    lines = plain(shown).replace("\r", "\n").splitlines()
+    assert sum("8 of 10 rows [bold] can be used" in line for line in lines) == 1
+    assert any("checked 10 rows" in line for line in lines)
+    assert "checked 10 rows" not in lines[-1] and "starting" in plain(shown).rsplit("checked 10 rows", 1)[1]
