@@ -30,7 +30,8 @@ def cause_of(error: BaseException | str) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if isinstance(error, RayActorError):
         noise = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:")
-        return " ".join(line for line in lines if not line.startswith(noise))
+        cause = " ".join(line for line in lines if not line.startswith(noise))
+        return cause.partition(" Some common causes include")[0]  # a page about OOM killers, whatever it was
     if isinstance(error, RayError):
         return f"{type(error).__name__}: {lines[0].partition('. ')[0]}"
     return f"{type(error).__name__}: {' '.join(lines)}"

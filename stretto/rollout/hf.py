@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from stretto.models.batch import ModelInputs
 from stretto.models.logprobs import scaled_logits
 from stretto.models.qwen3_vl import Qwen3VL
 from stretto.models.weights_io import load_buckets
-from stretto.rollout.engine import GroupRequest, Sampling, Weights
+from stretto.rollout.engine import EngineLost, GroupRequest, Sampling, Weights
 from stretto.rollout.noise import gumbel, sample_key
 from stretto.types import FinishReason, Response
 
@@ -102,7 +102,10 @@ class HfEngine:
     def decode(
         self, requests: Sequence[GroupRequest], sampling: Sampling, aborted: threading.Event | None = None
     ) -> list[list[Response]]:
-        """The decode loop, blocking. Responses come in request order, ``sampling.n`` each; ``aborted`` ends it."""
+        """The decode loop, blocking. Responses come in request order, ``sampling.n`` each; ``aborted`` ends it.
+
+        Raises EngineLost where it was ended early.
+        """
         rows = [_Row(sample_key(sampling.seed, r.partition, r.group, i)) for r in requests for i in range(sampling.n)]
         cache = DynamicCache(config=self.family.config.text_config)
         batch = self.family.collate_prompts([r.prompt for r in requests], self.device)
@@ -116,7 +119,7 @@ class HfEngine:
         active = rows
         for step in range(sampling.max_tokens):
             if self._killed.is_set() or (aborted is not None and aborted.is_set()):
-                raise CancelledError
+                raise EngineLost("it was told to stop while it generated")
             token, logprob = self._sample(logits, active, step, sampling)
             keep = self._record(active, token.tolist(), logprob.tolist(), sampling)
             if not keep or step + 1 == sampling.max_tokens:

@@ -11,7 +11,7 @@ from stretto.observe.trace import Tracer
 from stretto.rollout.engine import Weights
 from stretto.rollout.router import Offer, Router
 from stretto.rollout.scheduler import Scheduler
-from stretto.types import Evaluation, PartitionPlan, Prompt, Split
+from stretto.types import Evaluation, PartitionPlan, Prompt, Split, StrettoError
 
 
 class Prompts(Protocol):
@@ -69,7 +69,8 @@ class RolloutWorker:
             try:
                 report = await self.scheduler.run(plan, self.train.__getitem__, offer)
             except Exception as error:
-                await self.fail(plan.partition, f"{type(error).__name__}: {error}")
+                kind = "" if isinstance(error, StrettoError) else f"{type(error).__name__}: "
+                await self.fail(plan.partition, f"{kind}{error}")
                 raise
             return report | {"partition": plan.partition, "rollout_waited_s": waited_s}
 

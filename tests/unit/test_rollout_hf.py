@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from stretto.models.batch import SampleInput
 from stretto.models.logprobs import token_logprobs
-from stretto.rollout.engine import GroupRequest, Sampling
+from stretto.rollout.engine import EngineLost, GroupRequest, Sampling
 from stretto.rollout.hf import HfEngine
 
 SAMPLING = Sampling(n=4, temperature=1.0, max_tokens=10, seed=3)
@@ -151,3 +152,38 @@ def test_generation_does_not_block_the_event_loop(engine):
 
     gaps = asyncio.run(body())
     assert len(gaps) > 10 and max(gaps) < 0.5
+
+
+@pytest.mark.parametrize("how", ["cancelled", "killed"])
+def test_a_call_that_is_cancelled_or_killed_ends_within_a_token(how):
+    family = tiny.family()
+    steps = []
+
+    class Counting(HfEngine):
+        def _sample(self, logits, rows, step, sampling):
+            steps.append(step)
+            started.set()
+            return super()._sample(logits, rows, step, sampling)
+
+    started = threading.Event()
+    engine = Counting(family, tiny.model, "cpu")
+    long = Sampling(n=1, temperature=1.0, max_tokens=400, seed=0, stop=("never",))
+
+    async def body():
+        await engine.start()
+        call = asyncio.create_task(engine.generate(requests([((32, 64),)] * 64), long))
+        await asyncio.to_thread(started.wait)
+        if how == "cancelled":
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            (response,) = (await engine.generate(requests([()]), Sampling(n=1, temperature=0.0, max_tokens=3)))[0]
+            assert len(response.token_ids) <= 3
+        else:
+            engine.kill()
+            with pytest.raises(EngineLost):
+                await call
+        await engine.close()
+
+    asyncio.run(body())
+    assert len(steps) < 50
