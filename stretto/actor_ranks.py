@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,11 +18,15 @@ from stretto.config import Config
 from stretto.observe.fingerprint import TensorSum, add_sums, combine
 from stretto.plane.protocol import Lease
 from stretto.plane.ray_plane import RayPlane
-from stretto.remote import answers, memory_mib, settled
+from stretto.remote import answers, failure, memory_mib, settled
+from stretto.stops import STOPS
 from stretto.types import ChunkSchedule, GroupRecord, Mini, StrettoError, WeightBucket
 
 LEAVE_S = 1.0
 """How long ranks may take to say goodbye to one another before their processes are killed."""
+WATCH_S = 0.5
+NOTICE_S = 2.0
+"""How long a death is left to whoever waits for that rank: they say best what it did to the run."""
 
 
 class ActorProcess:
@@ -68,6 +73,9 @@ class ActorProcess:
     def start(self) -> dict[str, Any]:
         """Answers once the model is loaded, with what ``machine.settle`` set."""
         return self.facts
+
+    def ping(self) -> None:
+        """Answered after the calls before it, or never."""
 
     def weights(self) -> tuple[str, dict[str, TensorSum]]:
         """The fingerprint of the parameters that this rank computes with, and hashes of the masters that it owns."""
@@ -132,6 +140,10 @@ class Actor:
         self.world, self.place = config.actor.data_parallel, place
         self.ranks = [remote.remote(config, place, plane, rank) for rank in range(self.world)]
         self.names = ["actor"] if self.world == 1 else [f"actor rank {rank}" for rank in range(self.world)]
+        self.death = ""
+        """Why the run was interrupted: a rank died while the driver waited for something else."""
+        self._closing = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="actor-watch", daemon=True)
 
     def start(self) -> dict[str, Any]:
         """Wait until all ranks have loaded the model and met. What they set for themselves, and the fingerprint of
@@ -145,7 +157,22 @@ class Actor:
         if self.world > 1:
             (meeting,) = answers([self.ranks[0].listen.remote()], self.names[:1])
             self._all("join", *meeting)
-        return facts | {"parameters": self._parameters()}
+        facts["parameters"] = self._parameters()
+        self._watcher.start()
+        return facts
+
+    def _watch(self) -> None:
+        """Interrupt the run once a rank has died and nobody has noticed: the driver may wait for groups for minutes."""
+        calls = {rank.ping.remote(): (rank, name) for rank, name in zip(self.ranks, self.names, strict=True)}
+        while not self._closing.wait(WATCH_S):
+            for ref in ray.wait(list(calls), num_returns=len(calls), timeout=0)[0]:
+                rank, name = calls.pop(ref)
+                if (error := failure(ref, name)) is None:
+                    calls[rank.ping.remote()] = rank, name
+                elif not self._closing.wait(NOTICE_S):
+                    self.death = str(error)
+                    STOPS.interrupt(self.death)
+                    return
 
     def _parameters(self) -> str:
         replicas, sums = zip(*self._all("weights"), strict=True)
@@ -208,6 +235,12 @@ class Actor:
         for name in metrics[0]:
             require_alike([rank.get(name) for rank in metrics], name)
         return metrics[0] | ({"actor_rss_mib": max(memory)} if memory else {})
+
+    def stop_watching(self) -> None:
+        """To be called first of all when the run ends: a call to a Ray that has been shut down would start another."""
+        self._closing.set()
+        if self._watcher.is_alive():
+            self._watcher.join(2 * WATCH_S)
 
     def kill(self) -> None:
         if self.world > 1:  # so that none complains that another has gone

@@ -105,6 +105,7 @@ class Cluster:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
         STOPS.phase = "ending"
+        self.actor.stop_watching()
         died = self.own_ray.died() if self.own_ray is not None else ""
         try:
             if not died:  # else every call would wait for what is gone
@@ -116,6 +117,8 @@ class Cluster:
             self._stop_ray()
         if died and not (kind is KeyboardInterrupt and STOPS.signal):
             raise StrettoError(f"{died}; resume from the last checkpoint") from error
+        if self.actor.death and kind is KeyboardInterrupt and not STOPS.signal:
+            raise StrettoError(self.actor.death) from error
 
     def _stop_ray(self) -> None:
         STOPS.phase = "ending"

@@ -40,7 +40,7 @@ def answers(refs: Iterable[Any], side: str | Sequence[str]) -> list[Any]:
     pending = calls
     while pending:
         done, pending = ray.wait(pending, num_returns=1)
-        error = _error(done[0], names[done[0]])
+        error = failure(done[0], names[done[0]])
         if isinstance(error, CollectiveError):
             error = _cause(pending, names) or error
         if error is not None:
@@ -61,13 +61,13 @@ def _cause(pending: Sequence[Any], names: dict[Any, str]) -> BaseException | Non
     while left and (rest := deadline - time.monotonic()) > 0:
         done, left = ray.wait(left, num_returns=1, timeout=rest)
         for ref in done:
-            error = _error(ref, names[ref])
+            error = failure(ref, names[ref])
             if error is not None and not isinstance(error, CollectiveError):
                 return error
     return None
 
 
-def _error(ref: Any, name: str) -> BaseException | None:
+def failure(ref: Any, name: str) -> BaseException | None:
     """What a call that has ended raised, in our own words; None where it returned a value."""
     try:
         ray.get(ref)

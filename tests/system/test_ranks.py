@@ -97,11 +97,17 @@ def ranks_of(run: Path) -> list[psutil.Process]:
     return sorted(found, key=lambda p: p.pid)
 
 
-def test_a_killed_rank_ends_the_run_within_seconds_named_and_all_listened_on_loopback(marked, tmp_path):
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_killed_rank_ends_the_run_within_seconds_named_and_all_listened_on_loopback(marked, tmp_path, waiting):
+    """While ranks train together, and while they have nothing to do: the driver waits for an engine that is stopped."""
     process = running.start(recipe(tmp_path, run_dir=marked, updates=400))
     running.wait_for(process, "update 2/400")
     ranks = ranks_of(marked)
     assert len(ranks) == 2
+    if waiting:
+        (engine,) = [p for p in processes_of(marked) if p.cmdline()[:1] and "EngineProcess" in p.cmdline()[0]]
+        engine.suspend()
+        time.sleep(3)
     ports = {p.pid: [c.laddr.ip for c in p.net_connections() if c.status == "LISTEN"] for p in ranks}
     assert all(ports.values())
     assert {ip for ips in ports.values() for ip in ips} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
