@@ -288,3 +288,41 @@ def test_a_row_is_left_as_it_is():
     before = repr(row)
     assert repr(prompt(row)) != "" and repr(prompt(row).messages) == repr(prompt(row).messages)
     assert repr(row) == before
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("<image>"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "image", "path", "url"]), inner, max_size=4
+        )
+    ),
+    max_leaves=12,
+)
+PART = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image", "image_url"])}, optional={"text": JSON, "image": JSON}
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", ""])}, optional={"content": JSON | st.lists(PART)}
+)
+
+
+@given(
+    st.fixed_dictionaries({}, optional={"prompt": JSON | st.lists(MESSAGE, max_size=3), "images": JSON, "answer": JSON})
+)
+def test_whatever_a_row_holds_it_is_a_prompt_or_a_bad_row(row):
+    before = repr(row)
+    cfg = DataConfig(source="files", train_files=("x.jsonl",), answer_column="answer")
+    try:
+        found = to_prompt(row, cfg, "r7", "x.jsonl", Path("."))
+    except BadRow:
+        found = None
+    assert repr(row) == before
+    if found is None:
+        return
+    places = [part for m in found.messages for part in m["content"] if part == {"type": "image"}]
+    assert len(places) == len(found.images)
+    for index in range(len(found.images)):
+        with pytest.raises(StrettoError, match=f"row r7, image {index}: "):  # none of these is an image
+            found.images[index]
