@@ -95,7 +95,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "the rollout side had no work when the plan of this partition came: it waited for weights",
     ),
     "rollout_load_s": ("s", "engines loaded the weights, mean over engines"),
-    "rollout_s": ("s", "the partition was generated, scored and put, from its turn on, back-pressure included"),
+    "rollout_s": ("s", "the partition was generated, scored and put, back-pressure included; without rollout_load_s"),
     "engine_restarts": ("engines", "engines that died and were replaced, so far in this session"),
     "actor_rss_mib": ("MiB", "resident memory of the actor's largest process, shared pages included"),
     "rollout_rss_mib": ("MiB", "the same of the rollout process, which holds no model"),

@@ -111,7 +111,7 @@ class Scheduler:
         """Generate, score and put every group of ``plan``; ``read(row)`` gives a prompt.
 
         ``offer`` is the version that generates all of it; None lets each batch take the newest. Returns the
-        partition's counts, ``rollout_load_s`` (mean over engines) and ``rollout_s`` (from its turn on).
+        partition's counts, ``rollout_load_s`` (mean over engines) and ``rollout_s`` (the rest, from its turn on).
         Raises the first error of any stage, once all started work has settled, so that no row of a failed partition
         appears later.
         """
@@ -142,12 +142,13 @@ class Scheduler:
         scores = [score for _, group in finished for score in group]
         self.rewarder.check_partition(plan.partition, scores)
         kinds = Counter(score.failure for score in scores)
+        load_s = work.load_s / self.router.replicas
         return {
             "samples": len(scores),
             **{f"reward_{kind}": kinds[kind] for kind in FAILURES},
             "response_tokens": sum(sum(record.response_tokens) for record, _ in finished),
-            "rollout_load_s": work.load_s / self.router.replicas,
-            "rollout_s": time.monotonic() - work.begun_s,
+            "rollout_load_s": load_s,
+            "rollout_s": time.monotonic() - work.begun_s - load_s,
         }
 
     async def evaluate(self, prompts: int, read: Read, split: str, offer: Offer | None) -> Evaluation:
