@@ -58,7 +58,7 @@ def join(
     """
     if group.world == 1:
         return
-    interface = _interface(own_address)
+    interface = interface_of(own_address)
     os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     if exact:
         os.environ |= REPEATABLE_NCCL
@@ -90,7 +90,7 @@ def leave() -> None:
             dist.destroy_process_group()
 
 
-def _interface(address: str) -> str:
+def interface_of(address: str) -> str:
     """The network interface that has ``address``.
 
     Raises:

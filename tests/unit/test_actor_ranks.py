@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from stretto.actor.evidence import fingerprints, require_alike
 from stretto.actor.parallel import owners
+from stretto.actor.rendezvous import interface_of
 from stretto.observe.fingerprint import fingerprint
 from stretto.schedule import schedule_chunk
 from stretto.types import Prompt, StrettoError
@@ -374,6 +375,12 @@ def test_ranks_listen_on_loopback_alone(pool):
     ]
     assert set(listening) == {"127.0.0.1"}
     assert len(listening) > len(pool.processes)
+
+
+def test_an_address_belongs_to_an_interface_or_is_refused():
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(StrettoError, match=r"no network interface of this machine has the address 203\.0\.113\.7"):
+        interface_of("203.0.113.7")  # reserved for documentation
 
 
 def test_a_rank_whose_sibling_stays_away_says_so_and_names_itself(pool):
