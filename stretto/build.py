@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.config import Config
 from stretto.observe.trace import Tracer
+from stretto.types import StrettoError
 
 if TYPE_CHECKING:
     from stretto.actor.parallel import RankGroup
@@ -148,6 +149,13 @@ async def rollout_worker(
     _, facts, family = await asyncio.gather(
         rewarder.start(), router.start(), asyncio.to_thread(load_family, config.model)
     )
+    if config.run.determinism == "exact" and not router.repeatable:
+        rewarder.close()
+        await router.close()
+        raise StrettoError(
+            f"rollout.engine = {config.rollout.engine!r} forms its batches by what has arrived, and its bits depend on "
+            'them: run.determinism = "exact" cannot be kept; set it to "fast", or make the engine batch-invariant'
+        )
     processor = InlineProcessor(family.process, tracer)
     scheduler = Scheduler(
         router=router,

@@ -44,6 +44,7 @@ class EngineProcess:
         return facts, {
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
+            "fixed_batches": self.engine.fixed_batches,
             "batch_invariant": self.engine.batch_invariant,
             "concurrency": self.engine.concurrency,
         }
@@ -85,7 +86,7 @@ class RemoteEngine:
 
     def __init__(self, process: Any):
         self.process = process
-        self.batch_invariant, self.concurrency = False, 1
+        self.fixed_batches, self.batch_invariant, self.concurrency = False, False, 1
         self.memory_mib = 0.0
         self._version = -1
         self._local: psutil.Process | None = None
@@ -96,7 +97,8 @@ class RemoteEngine:
 
     async def start(self) -> Mapping[str, Any]:
         facts, known = await self._ask("start")
-        self.batch_invariant, self.concurrency = known["batch_invariant"], known["concurrency"]
+        self.fixed_batches, self.batch_invariant = known["fixed_batches"], known["batch_invariant"]
+        self.concurrency = known["concurrency"]
         if known["node"] == ray.get_runtime_context().get_node_id():
             with suppress(psutil.NoSuchProcess):  # the next call will say so
                 self._local = psutil.Process(known["pid"])
@@ -128,10 +130,14 @@ class RemoteEngine:
             raise EngineLost(cause_of(error)) from None
 
     def kill(self) -> None:
-        ray.kill(self.process)
-        if self._local is not None:  # Ray asks the process to end, which does nothing for one that hangs
+        tree = []
+        if self._local is not None:
             with suppress(psutil.NoSuchProcess):
-                self._local.kill()
+                tree = [self._local, *self._local.children(recursive=True)]
+        ray.kill(self.process)
+        for process in tree:  # Ray asks the process to end, which does nothing for one that hangs, or for its children
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     async def close(self) -> None:
         with suppress(EngineLost, TimeoutError):

@@ -43,11 +43,15 @@ class Engine(Protocol):
     Errors: a ``StrettoError`` is about what the engine was asked (it would fail anywhere) and ends the run; after any
     other one the engine is killed and another takes its place.
 
-    What one call of ``generate`` is given is decoded as one batch: an engine that is not ``batch_invariant`` may give
-    other bits for another composition of calls, so in lockstep mode the caller fixes them.
+    The bits of a response repeat from run to run if the engine has ``fixed_batches`` or is ``batch_invariant``; exact
+    mode needs one of the two.
     """
 
+    fixed_batches: bool
+    """What one call of ``generate`` is given is decoded as one batch, alone. An engine that forms its batches itself,
+    by what has arrived, is called for one group at a time."""
     batch_invariant: bool
+    """The bits of a response are the same in any batch."""
     concurrency: int
     """Calls of ``generate`` that are served at once; the router keeps others back. Known once it has started."""
 
@@ -69,12 +73,14 @@ class Engine(Protocol):
     async def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> list[list[Response]]:
         """In request order, ``sampling.n`` responses each, under the weights in use, stamped with their version.
 
+        A response that failed has ``error`` set, and may hold no token; those that it holds have their log-probs.
         Cancelling the call aborts its requests.
         """
         ...
 
     def kill(self) -> None:
-        """Ends it at once, whatever it does; never waits. May be called at any time, and again."""
+        """Ends it at once with all of its processes, whatever it does; never waits. May be called at any time, and
+        again."""
         ...
 
     async def close(self) -> None:

@@ -45,6 +45,7 @@ class HfEngine:
     response are a pure function of the call's requests, the weights and the sampling.
     """
 
+    fixed_batches = True
     batch_invariant = False
     concurrency = 1
 

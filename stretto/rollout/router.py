@@ -130,6 +130,16 @@ class Router:
         most = max((replica.engine.concurrency for replica in self._live.values()), default=1)
         return self.replicas * most
 
+    @property
+    def fixed_batches(self) -> bool:
+        """Whether every engine that has started decodes what a call gives it as one batch."""
+        return all(replica.engine.fixed_batches for replica in self._live.values())
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether bits repeat from run to run, as far as batches decide."""
+        return all(r.engine.fixed_batches or r.engine.batch_invariant for r in self._live.values())
+
     def offer(self, version: int, weights: Weights) -> None:
         """Batches without a version of their own take it from now on, unless a newer one has been offered."""
         if self._newest is None or version > self._newest.version:

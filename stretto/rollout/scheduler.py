@@ -100,7 +100,7 @@ class Scheduler:
         self.rewarder = rewarder
         self.put = put
         self.sampling = sampling
-        self.groups_per_decode_batch = groups_per_decode_batch
+        self.groups_per_decode_batch = groups_per_decode_batch if router.fixed_batches else 1
         self.tracer = tracer
         self._issuing = asyncio.Lock()
         self._reading = asyncio.Lock()

@@ -29,6 +29,7 @@ Answer = Callable[[GroupRequest, int, int], Response]
 class StubEngine:
     """Holds the version that it was given last; notes every call. It asserts what an engine may rely on."""
 
+    fixed_batches = True
     batch_invariant = True
 
     def __init__(

@@ -234,3 +234,46 @@ def short(version):
     whole = response([5, 6, 7], version)
     object.__setattr__(whole, "logprobs", whole.logprobs[:2])
     return whole
+
+
+class FormsItsOwnBatches(StubEngine):
+    """As a serving engine: it batches what has arrived, and its bits depend on that."""
+
+    fixed_batches = False
+    batch_invariant = False
+
+    def __init__(self):
+        super().__init__(per_sample_s=0.01, concurrency=4)
+        self.sizes, self.most = [], 0
+
+    async def generate(self, requests, sampling):
+        self.sizes.append(len(requests))
+        self.most = max(self.most, self.running + 1)
+        return await super().generate(requests, sampling)
+
+
+def test_an_engine_that_forms_its_own_batches_gets_a_group_a_call_and_several_calls_at_once():
+    engine = FormsItsOwnBatches()
+    _, case = run(make=lambda _: engine, offer=lambda version: Offer(version, weights(version)))
+    assert sorted(record.group for record, _ in case.arrived) == list(range(7))
+    assert engine.sizes == [1] * 7 and engine.most == 4
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_exact_mode_needs_fixed_batches_or_an_engine_whose_bits_do_not_depend_on_them(invariant, monkeypatch):
+    from stretto import build
+    from stretto.config import Config
+    from stretto.observe.trace import Tracer
+
+    monkeypatch.setattr(FormsItsOwnBatches, "batch_invariant", invariant)
+    config = Config.model_validate({"model": {"config": tiny.BLOCK}})
+
+    async def body():
+        worker, _ = await build.rollout_worker(config, None, Tracer(None, "test"), lambda _: FormsItsOwnBatches())
+        await worker.close()
+
+    if invariant:
+        asyncio.run(body())
+        return
+    with pytest.raises(StrettoError, match=r"rollout.engine = 'hf' forms its batches .*determinism = \"exact\""):
+        asyncio.run(body())
