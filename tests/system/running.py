@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import tiny
 
@@ -51,11 +51,13 @@ def _toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def start(recipe: Path, *arguments: str, command: str = "train") -> subprocess.Popen[str]:
+def start(
+    recipe: Path, *arguments: str, command: str = "train", output: IO[str] | int = subprocess.PIPE
+) -> subprocess.Popen[str]:
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
         [sys.executable, "-m", "stretto.cli", command, str(recipe), *arguments],
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
