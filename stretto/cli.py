@@ -80,7 +80,7 @@ def _train(config: Config, sources: dict[str, str], resume: bool, go_on: str) ->
     run: controller.Run | None = None
     try:
         with (
-            make_progress(config.run.updates, first, run_dir=config.run.dir) as progress,
+            make_progress(config.run.updates, first, run_dir=config.run.dir, reward=config.reward.function) as progress,
             controller.open_run(config, sources, progress, found, place) as run,
         ):
             loop.train(run)
@@ -98,6 +98,7 @@ def _train(config: Config, sources: dict[str, str], resume: bool, go_on: str) ->
             rewards=records.rewards(),
             tokens=records.tokens,
             run_dir=config.run.dir,
+            reward=config.reward.function,
             before=evaluated[0] if evaluated else None,
             after=evaluated[-1] if len(evaluated) > 1 else None,
         )
@@ -151,8 +152,12 @@ def sft(
         if exact is not None or step % 10 == 0:
             print(f"step {step}  loss {loss:.3f}" + ("" if exact is None else f"  exact match {exact:.1%}"), flush=True)
 
+    def note(message: str, *, stays: bool = False) -> None:
+        if stays or sys.stderr.isatty():
+            print(message, file=sys.stderr)
+
     begun = time.monotonic()
-    result = run_sft(config, output, report)
+    result = run_sft(config, output, report, note)
     print(
         f"model               {output}\n"
         f"exact match         {result.exact_match:.1%} (validation) after {result.steps} steps, "
@@ -169,9 +174,10 @@ def eval_(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to answer.")] = 400,
     examples: Annotated[int, typer.Option(min=0, max=8, help="Answers to print.")] = 3,
 ) -> None:
-    """Measure a model: greedy answers, exact match, on images that training never saw."""
+    """Measure a model by the recipe's reward: greedy answers to prompts that training never saw."""
     from stretto.evaluate import evaluate
     from stretto.machine import settle
+    from stretto.observe.progress import measured
     from stretto.preflight import checked
 
     sets = [*(set_ or ()), *([f"model.path={model}"] if model else [])]
@@ -181,7 +187,8 @@ def eval_(
     result = evaluate(config, split, prompts)
     for wanted, got, score in result.examples[:examples]:
         print(f"  wanted {wanted!r}  got {got!r}  reward {score:g}")
-    print(f"exact match         {result.exact_match:.1%} ({result.correct} of {result.total} {split} prompts)")
+    name, value, share = measured(result, config.reward.function)
+    print(f"{name:<20}{value} ({share} {split} prompts)")
 
 
 @app.command()

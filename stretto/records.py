@@ -107,12 +107,20 @@ class Records:
     def evaluation(self, result: Evaluation) -> None:
         self._progress.evaluation(result)
         with writing(self._run_dir):
-            self._evaluations.append(asdict(result) | {"exact_match": result.exact_match, "update": result.version})
+            row = asdict(result) | {"exact_match": result.exact_match, "update": result.version}
+            if math.isnan(result.reward_mean):
+                row["reward_mean"] = None
+            self._evaluations.append(row)
 
     def evaluations(self) -> list[Evaluation]:
         """Those on record, from earlier sessions too, without their examples."""
         fields = ("split", "version", "correct", "total")
-        return [Evaluation(**{name: row[name] for name in fields}) for row in read_lines(self._evaluations.path)]
+        found = []
+        for row in read_lines(self._evaluations.path):
+            reward = row.get("reward_mean")  # null where no reward was valid; absent in records of earlier versions
+            known = {name: row[name] for name in fields}
+            found.append(Evaluation(**known, reward_mean=math.nan if reward is None else reward))
+        return found
 
     def rewards(self) -> list[float]:
         """Mean reward of every update of the surviving run, NaN where there was none."""

@@ -246,12 +246,15 @@ class PartitionPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Greedy accuracy on a split: ``correct`` of ``total`` prompts, by policy version ``version``."""
+    """Greedy answers on a split, by policy version ``version``: ``correct`` of ``total`` prompts have a reward of
+    exactly 1, and ``reward_mean`` is the mean over those with a valid reward (NaN: none has, or it is not on record).
+    """
 
     split: str
     version: int
     correct: int
     total: int
+    reward_mean: float = float("nan")
     examples: tuple[tuple[str, str, float], ...] = field(default=())
 
     @property

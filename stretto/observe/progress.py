@@ -27,6 +27,8 @@ from stretto.types import Evaluation
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-~=+*#"
+EXACT_MATCH = "exact_match"
+"""The reward function under which a reward of 1 is called an exact match."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,17 @@ def waited(seconds: float) -> str:
     return f"{seconds:.2f} s" if math.isfinite(seconds) else "-"
 
 
+def measured(result: Evaluation, reward: str) -> tuple[str, str, str]:
+    """What an evaluation measured, its value, and of how many answers. That is exact match where ``reward`` (the reward
+    function) is; else the mean reward, with the number of answers whose reward is 1, where there are any.
+    """
+    if reward == EXACT_MATCH:
+        return "exact match", f"{result.exact_match:.1%}", f"{result.correct} of {result.total}"
+    value = f"{result.reward_mean:.3f}" if math.isfinite(result.reward_mean) else "-"
+    ones = f"{result.correct} with reward 1, " if result.correct else ""
+    return "reward", value, f"{ones}mean of {result.total}"
+
+
 def summary(
     *,
     updates: int,
@@ -103,16 +116,20 @@ def summary(
     rewards: Sequence[float],
     tokens: float,
     run_dir: Path | str,
+    reward: str = EXACT_MATCH,
     before: Evaluation | None = None,
     after: Evaluation | None = None,
     ascii_only: bool = False,
 ) -> str:
-    """The lines that end a run: accuracy before and after, the course of the reward, speed, where the results are."""
+    """The lines that end a run: what evaluations found before and after, the course of the reward, speed, where the
+    results are. ``reward`` is ``reward.function``.
+    """
     lines = []
     for label, result in (("before", before), ("after", after)):
         if result is not None:
-            share = f"{result.correct} of {result.total} {result.split} prompts"
-            lines.append(f"exact match {label:<8}{result.exact_match:6.1%}  ({share}, policy version {result.version})")
+            name, value, share = measured(result, reward)
+            share += f" {result.split} prompts, policy version {result.version}"
+            lines.append(f"{f'{name} {label}':<20}{value:>6}  ({share})")
     finite = [r for r in rewards if math.isfinite(r)]
     if len(finite) > 1:
         course, n = sparkline(rewards, ascii_only=ascii_only), min(5, len(finite) // 2)
@@ -127,8 +144,8 @@ def summary(
 class _Course:
     """What both displays remember of the run."""
 
-    def __init__(self, updates: int, first_update: int):
-        self.updates, self.done = updates, first_update
+    def __init__(self, updates: int, first_update: int, reward: str):
+        self.updates, self.done, self.reward = updates, first_update, reward
         self.rewards: list[float] = []
         self.recent_s: list[float] = []
         self.last: StepReport | None = None
@@ -145,17 +162,19 @@ class _Course:
             return math.nan
         return math.fsum(self.recent_s) / len(self.recent_s) * (self.updates - self.done)
 
-    def match(self) -> str:
+    def evaluation(self) -> tuple[str, str, str]:
+        """What the last one measured, its value with its origin, and of how many answers."""
         if self.evaluated is None:
-            return "-"
-        return f"{self.evaluated.exact_match:.1%} ({self.evaluated.split}, version {self.evaluated.version})"
+            return "exact match" if self.reward == EXACT_MATCH else "evaluation", "-", ""
+        name, value, share = measured(self.evaluated, self.reward)
+        return name, f"{value} ({self.evaluated.split}, version {self.evaluated.version})", share
 
 
 class PlainProgress:
     """One line per event, for files, pipes and CI."""
 
-    def __init__(self, updates: int, first_update: int = 0, stream: TextIO | None = None):
-        self._course = _Course(updates, first_update)
+    def __init__(self, updates: int, first_update: int = 0, stream: TextIO | None = None, *, reward: str = EXACT_MATCH):
+        self._course = _Course(updates, first_update, reward)
         self._stream = stream or sys.stdout
 
     def __enter__(self) -> Self:
@@ -171,7 +190,8 @@ class PlainProgress:
 
     def evaluation(self, result: Evaluation) -> None:
         self._course.evaluated = result
-        self.note(f"evaluation  exact match {self._course.match()}, {result.correct} of {result.total}")
+        name, value, share = self._course.evaluation()
+        self.note(f"evaluation  {name} {value}, {share}")
 
     def step(self, report: StepReport) -> None:
         self._course.add(report)
@@ -186,8 +206,8 @@ class PlainProgress:
 class LiveProgress:
     """A display that redraws itself in place, on a terminal."""
 
-    def __init__(self, updates: int, first_update: int = 0, *, output_log: Path | str):
-        self._course = _Course(updates, first_update)
+    def __init__(self, updates: int, first_update: int = 0, *, output_log: Path | str, reward: str = EXACT_MATCH):
+        self._course = _Course(updates, first_update, reward)
         self._log = Path(output_log)
         self._note = ""
         self._started = time.monotonic()
@@ -256,7 +276,8 @@ class LiveProgress:
         facts = Table.grid(padding=(0, 2))
         if last is not None:
             facts.add_row("reward", f"{last.reward:.3f}  {sparkline(course.rewards, ascii_only=self._ascii)}")
-        facts.add_row("exact match", course.match())
+        name, value, _ = course.evaluation()
+        facts.add_row(name if name == "exact match" else "evaluation", value)
         if last is not None:
             facts.add_row("speed", f"{last.tokens_per_s:,.0f} tokens/s, {last.step_s:.2f} s an update")
             facts.add_row("staleness", f"{last.staleness:.1f}")
@@ -265,8 +286,10 @@ class LiveProgress:
         return Group(bar, facts, Text(self._note, style="dim"))
 
 
-def make_progress(updates: int, first_update: int = 0, *, run_dir: Path | str) -> Progress:
-    """The live display where standard output is a terminal that can redraw, else plain lines."""
+def make_progress(updates: int, first_update: int = 0, *, run_dir: Path | str, reward: str = EXACT_MATCH) -> Progress:
+    """The live display where standard output is a terminal that can redraw, else plain lines. ``reward`` is the reward
+    function: evaluations are shown in its terms.
+    """
     if sys.stdout.isatty() and not Console().is_dumb_terminal:
-        return LiveProgress(updates, first_update, output_log=Path(run_dir) / "output.log")
-    return PlainProgress(updates, first_update)
+        return LiveProgress(updates, first_update, output_log=Path(run_dir) / "output.log", reward=reward)
+    return PlainProgress(updates, first_update, reward=reward)

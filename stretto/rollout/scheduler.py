@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -152,8 +153,8 @@ class Scheduler:
         }
 
     async def evaluate(self, prompts: int, read: Read, split: str, offer: Offer | None) -> Evaluation:
-        """Greedy exact match (the reward being 1.0) over ``read(0)`` … ``read(prompts - 1)``, under ``offer``'s version
-        (None: the one the engines hold).
+        """Rewards of greedy answers to ``read(0)`` … ``read(prompts - 1)`` and how many of them are exactly 1.0, under
+        ``offer``'s version (None: the one the engines hold).
         """
 
         async def finish(
@@ -182,6 +183,7 @@ class Scheduler:
             version=version,
             correct=sum(score.valid and score.value == 1.0 for _, _, score in answers),
             total=prompts,
+            reward_mean=mean([score.value for _, _, score in answers if score.valid]),
             examples=tuple((wanted, got, score.value) for wanted, got, score in answers[:EXAMPLES]),
         )
 
@@ -232,6 +234,11 @@ class Scheduler:
         self, work: _Work, group: int, prompt: Prompt, processed: ProcessedPrompt, responses: list[Response]
     ) -> None:
         work.done[group] = await work.finish(group, prompt, processed, responses)
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN of none. The sum is exact before it is rounded, so that no order of answers matters."""
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 def check_responses(name: str, requests: Sequence[GroupRequest], sampling: Sampling, decoded: Decoded) -> None:

@@ -67,6 +67,22 @@ def test_without_a_terminal_every_event_is_one_plain_line():
     assert lines[2] == "evaluation  exact match 75.0% (validation, version 5), 3 of 4"
 
 
+def test_evaluations_are_shown_in_terms_of_the_reward_function():
+    stream = io.StringIO()
+    graded = Evaluation(split="validation", version=5, correct=0, total=4, reward_mean=0.25)
+    with PlainProgress(10, 4, stream, reward="rewards:nearness") as progress:
+        progress.evaluation(graded)
+        progress.evaluation(dataclasses.replace(graded, correct=1))
+        progress.evaluation(dataclasses.replace(graded, reward_mean=math.nan))
+    assert stream.getvalue().splitlines() == [
+        "evaluation  reward 0.250 (validation, version 5), mean of 4",
+        "evaluation  reward 0.250 (validation, version 5), 1 with reward 1, mean of 4",
+        "evaluation  reward - (validation, version 5), mean of 4",
+    ]
+    text = summary(updates=1, wall_s=1, rewards=[], tokens=1, run_dir="r", reward="rewards:nearness", before=graded)
+    assert text.startswith("reward before        0.250  (mean of 4 validation prompts, policy version 5)\n")
+
+
 def test_a_wait_that_is_not_known_yet_is_a_dash():
     stream = io.StringIO()
     with PlainProgress(10, 0, stream) as progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 
 import pytest
@@ -18,7 +19,7 @@ from stretto.models.loading import load_model
 from stretto.plane.payload import check_group
 from stretto.rollout.hf import HfEngine
 from stretto.rollout.router import Offer
-from stretto.types import StrettoError
+from stretto.types import Score, StrettoError
 
 
 def hf(_replica=0):
@@ -89,6 +90,25 @@ def test_one_two_and_three_replicas_give_the_same_bits_and_each_evaluation_is_of
     assert len(bits) == 14 and of_one.version == 1 and of_zero.version == 0
     assert of_one.examples != of_zero.examples  # random models of two seeds
     assert all(bits[0, group] != bits[1, group] for group in range(7))
+
+
+def test_an_evaluation_has_the_mean_of_the_valid_rewards():
+    class Graded:
+        def __init__(self, valid):
+            self.valid = valid
+
+        async def score(self, prompt, _responses):
+            row = int(prompt.row_id.removeprefix("row-"))
+            return [Score(value=(1.0, 0.25, 0.0)[row] if self.valid[row] else 0.0, valid=self.valid[row])]
+
+    async def evaluated(*valid):
+        async with rollout(hf) as case:
+            case.scheduler.rewarder = Graded(valid)
+            return await case.scheduler.evaluate(3, read, "validation", published(0))
+
+    result = asyncio.run(evaluated(True, True, False))
+    assert result.reward_mean == (1.0 + 0.25) / 2 and result.correct == 1 and result.total == 3
+    assert math.isnan(asyncio.run(evaluated(False, False, False)).reward_mean)
 
 
 def test_a_killed_replica_changes_no_bit():
