@@ -17,6 +17,7 @@ from stretto import build
 from stretto.actor.optim import warmup_constant_decay
 from stretto.actor.trainer import Trainer
 from stretto.config import Config
+from stretto.data.check import Note, silent
 from stretto.data.cursor import rows_of_partition
 from stretto.data.source import Source
 from stretto.models.batch import SampleInput
@@ -43,7 +44,7 @@ class SftResult:
     exact_match: float
 
 
-def run_sft(config: Config, output: Path, report: Report = lambda *_: None) -> SftResult:
+def run_sft(config: Config, output: Path, report: Report = lambda *_: None, note: Note = silent) -> SftResult:
     """Train on the ``labelled`` split until validation exact match reaches ``sft.stop_exact_match``, and write a
     Hugging Face directory to ``output``.
 
@@ -52,8 +53,8 @@ def run_sft(config: Config, output: Path, report: Report = lambda *_: None) -> S
     """
     sft = config.sft
     family, model = load_family(config.model), load_model(config.model, config.run.seed)
-    labelled = build.source(config, "labelled", family, keep=False)
-    validation = build.source(config, "validation", family, keep=False)
+    labelled = build.source(config, "labelled", family, keep=False, note=note)
+    validation = build.source(config, "validation", family, keep=False, note=note)
     lr = warmup_constant_decay(
         peak=sft.lr, warmup=sft.warmup_steps, updates=sft.steps, decay_fraction=0.0, decay_to=1.0
     )

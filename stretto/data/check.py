@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,14 +56,17 @@ class Limit:
 class Gauge:
     """What a model makes of prompts: how long they are, and how long they may be.
 
-    ``tokens`` and ``patches`` see images as arrays of the right shape without content. ``key`` names the model's way of
-    reading: equal keys, equal counts.
+    ``tokens`` and ``patches`` see images as arrays of the right shape without content; ``answer`` counts the tokens of
+    the right answer with its end. Above ``max_answer`` a row is used all the same: nobody can give its answer. ``key``
+    names the model's way of reading: equal keys, equal counts.
     """
 
     tokens: Callable[[Prompt], int]
     patches: Callable[[Prompt], int]
+    answer: Callable[[Prompt], int] = lambda _: 0
     max_tokens: Limit | None
     max_patches: Limit | None
+    max_answer: Limit | None = None
     key: str
 
 
@@ -78,10 +81,13 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A row that can be used: its prompt's tokens, its image patches, and the files that its images come from."""
+    """A row that can be used: its prompt's tokens, its image patches, the tokens of its answer with their end, and the
+    files that its images come from.
+    """
 
     tokens: int
     patches: int
+    answer: int
     files: tuple[FileState, ...]
 
 
@@ -89,7 +95,8 @@ class Measured:
 class RowCheck:
     """What became of every row: ``usable`` row numbers in order (from 0, over all files of the split), and the others.
 
-    ``files`` are the image files outside the rows, each once; ``tokens`` and ``patches`` the most of any usable row.
+    ``files`` are the image files outside the rows, each once; ``tokens``, ``patches`` and ``answer`` the most of any
+    usable row; ``long_answers`` how many of these have an answer above the gauge's ``max_answer``.
     """
 
     rows: int
@@ -98,6 +105,8 @@ class RowCheck:
     files: tuple[FileState, ...]
     tokens: int
     patches: int
+    answer: int
+    long_answers: int
 
     def count(self, kind: str) -> int:
         return sum(refusal.kind == kind for refusal in self.refused)
@@ -145,6 +154,8 @@ def check_rows(
         files=tuple(sorted({file for _, row in good for file in row.files})),
         tokens=max((row.tokens for _, row in good), default=0),
         patches=max((row.patches for _, row in good), default=0),
+        answer=max((row.answer for _, row in good), default=0),
+        long_answers=sum(gauge.max_answer is not None and row.answer > gauge.max_answer.most for _, row in good),
     )
 
 
@@ -159,7 +170,7 @@ def _looked_at(
         sized = replace(prompt, images=[_shape_of(image) for image in prompt.images])
         patches = gauge.patches(sized)
         with lock:
-            tokens = gauge.tokens(sized)
+            tokens, answer = gauge.tokens(sized), gauge.answer(sized)
     except (Changed, MemoryError):  # these say nothing of the row
         raise
     except StrettoError as error:
@@ -172,7 +183,7 @@ def _looked_at(
             with_images = ", image tokens included" if unit == "tokens" and len(prompt.images) else ""
             reason = f"{count} {unit}{with_images}; the limit is {limit.most} ({limit.set_by})"
             return Refusal(row_id=name, kind="overlong", reason=reason)
-    return Measured(tokens=tokens, patches=patches, files=files)
+    return Measured(tokens=tokens, patches=patches, answer=answer, files=files)
 
 
 def _shape_of(image: np.ndarray) -> np.ndarray:
@@ -212,8 +223,10 @@ class _Reporter:
                 self._report(self._done, self._rows)
 
 
-def problems(split: str, found: RowCheck, policies: dict[str, str]) -> list[str]:
-    """Why no run may start with what was found, under the policy ("fail" or "skip") of each kind of refusal."""
+def problems(split: str, found: RowCheck, policies: Mapping[str, str], limit: Limit | None = None) -> list[str]:
+    """Why no run may start with what was found, under the policy ("fail" or "skip") of each kind of refusal, and under
+    the ``limit`` of answers.
+    """
     told = []
     for kind, option in (("bad", "data.bad_rows"), ("overlong", "data.overlong_prompts")):
         rows = [r for r in found.refused if r.kind == kind]
@@ -225,7 +238,28 @@ def problems(split: str, found: RowCheck, policies: dict[str, str]) -> list[str]
             )
     if not told and not found.usable:
         told.append(f"none of {found.rows:,} {split} rows can be used; a run needs at least one{_few(found.refused)}")
+    if found.usable and found.long_answers == len(found.usable):
+        told.append(_long_answers(split, found, limit))
     return told
+
+
+def cautions(split: str, found: RowCheck, limit: Limit | None) -> list[str]:
+    """What stops no run, and its user may not want."""
+    if 0 < found.long_answers < len(found.usable):
+        return [_long_answers(split, found, limit)]
+    return []
+
+
+def _long_answers(split: str, found: RowCheck, limit: Limit | None) -> str:
+    """A response never equals an answer that is longer than it may be."""
+    assert limit is not None  # else no answer is counted as long
+    every = found.long_answers == len(found.usable)
+    many = f"all {found.long_answers:,}" if every else f"{found.long_answers:,} of {len(found.usable):,}"
+    what = "nothing can be learned" if every else "they are never scored as right"
+    return (
+        f"{limit.set_by} = {limit.most}: {many} {split} rows have a longer answer, the longest {found.answer:,} tokens "
+        f"with its end, and exact match needs all of it: {what}; raise {limit.set_by} to at least {found.answer}"
+    )
 
 
 def _few(rows: Sequence[Refusal]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from stretto.config import DataConfig
 from stretto.data import rowcache
-from stretto.data.check import Gauge, Note, RowCheck, check_rows, problems, silent
+from stretto.data.check import Gauge, Note, RowCheck, cautions, check_rows, problems, silent
 from stretto.data.rows import columns, row_id, to_prompt
 from stretto.data.tables import LARGE_GROUP_BYTES, BadRow, Table, open_table
 from stretto.types import ConfigError, Prompt, Split, StrettoError
@@ -94,8 +94,11 @@ class _Seen:
 class Files:
     """One split: the usable rows of its files, in the order of files and rows. Made by ``open_files``."""
 
-    def __init__(self, rows: Rows, split: Split, found: RowCheck, contents: Sequence[str]):
+    def __init__(
+        self, rows: Rows, split: Split, found: RowCheck, contents: Sequence[str], cautions: Sequence[str] = ()
+    ):
         self.rows, self.split, self.found = rows, split, found
+        self.cautions = tuple(cautions)
         self._contents = contents
 
     def __len__(self) -> int:
@@ -128,6 +131,7 @@ class Files:
             "overlong": self.found.count("overlong"),
             "longest_prompt_tokens": self.found.tokens,
             "most_patches": self.found.patches,
+            "longest_answer_tokens": self.found.answer,
         }
 
 
@@ -178,10 +182,14 @@ def open_files(cfg: DataConfig, split: Split, gauge: Gauge, folder: Path | None 
                 "each shuffled row; training is faster where it is written with about 100 rows a group",
                 stays=True,
             )
-    told = problems(split, kept.found, {"bad": cfg.bad_rows, "overlong": cfg.overlong_prompts})
+    policies = {"bad": cfg.bad_rows, "overlong": cfg.overlong_prompts}
+    told = problems(split, kept.found, policies, gauge.max_answer)
     if told:
         raise ConfigError(told, exit_code=1)
-    return Files(rows, split, kept.found, kept.contents)
+    warned = cautions(split, kept.found, gauge.max_answer)
+    for text in warned:
+        note(f"warning     {text}", stays=True)
+    return Files(rows, split, kept.found, kept.contents, warned)
 
 
 def _checked(rows: Rows, split: Split, gauge: Gauge, note: Note) -> RowCheck:
@@ -228,7 +236,7 @@ def _double_ids(rows: Rows, seen: _Seen) -> list[str]:
 
 def _key(cfg: DataConfig, tables: Sequence[Table], gauge: Gauge) -> str:
     """Of everything that a check depends on, but for the image files outside the rows, which the check lists."""
-    limits = [asdict(limit) if limit else None for limit in (gauge.max_tokens, gauge.max_patches)]
+    limits = [asdict(limit) if limit else None for limit in (gauge.max_tokens, gauge.max_patches, gauge.max_answer)]
     files = [(str(table.path), *table.identity) for table in tables]
     options = [getattr(cfg, name) for name in (*MAPPING, "image_folder")]
     return hashlib.sha256(json.dumps([VERSION, files, options, limits, gauge.key]).encode()).hexdigest()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from stretto.checks import Problem, data_files
+from stretto.data.files import Files
 from stretto.data.source import open_source
 from stretto.preflight.case import Case, Caution, Fact, Line, problems_of
 from stretto.types import ConfigError, ProcessedPrompt, StrettoError
@@ -63,6 +64,8 @@ def _whole(case: Case) -> Iterator[Line]:
     sources = open_splits(case.config, case.family, keep=False, note=case.note)
     case.source = sources["train"]
     for split, source in sources.items():
+        if isinstance(source, Files):
+            yield from map(Caution, source.cautions)
         facts = source.facts()
         if facts["bad"] or facts["overlong"]:
             yield Caution(

@@ -235,6 +235,41 @@ def test_without_a_limit_of_its_own_a_prompt_must_fit_a_microbatch_and_is_never_
     }
 
 
+def answers(folder: Path, *lengths: int) -> Path:
+    """Rows whose answers have so many bytes: as many tokens here, and one for the end."""
+    return jsonl(folder / "answers.jsonl", [{"prompt": "?", "answer": "x" * length} for length in lengths])
+
+
+def test_answers_longer_than_a_response_are_told_with_the_value_that_holds_all(tmp_path):
+    room = {"max_response_tokens": 8}
+    notes = Notes()
+    source = opened(tmp_path, answers(tmp_path, 7, 8, 12), rollout=room, note=notes)
+    assert (len(source), source.found.long_answers, source.facts()["longest_answer_tokens"]) == (3, 2, 13)
+    assert source.cautions == (
+        "rollout.max_response_tokens = 8: 2 of 3 train rows have a longer answer, the longest 13 tokens with its end, "
+        "and exact match needs all of it: they are never scored as right; raise rollout.max_response_tokens to at "
+        "least 13",
+    )
+    assert notes[-1].endswith(source.cautions[0])
+    for split in ("train", "labelled"):
+        (problem,) = told(tmp_path, answers(tmp_path, 8, 12), rollout=room, split=split)
+        assert problem.startswith(f"rollout.max_response_tokens = 8: all 2 {split} rows have a longer answer")
+        assert problem.endswith("nothing can be learned; raise rollout.max_response_tokens to at least 13")
+
+
+def test_answers_of_any_length_will_do_for_other_rewards_but_not_for_a_warm_start(tmp_path):
+    options = {"rollout": {"max_response_tokens": 8}, "reward": {"function": "mine:score"}}
+    assert opened(tmp_path, answers(tmp_path, 12), **options).cautions == ()
+    assert "at least 13" in told(tmp_path, answers(tmp_path, 12), split="labelled", **options)[0]
+
+
+def test_a_kept_check_is_not_used_under_another_length_of_responses(tmp_path):
+    path = answers(tmp_path, 7, 12)
+    for most, long in ((8, 1), (16, 0)):
+        source = opened(tmp_path, path, rollout={"max_response_tokens": most}, max_prompt_tokens=100, keep=True)
+        assert source.found.long_answers == long
+
+
 @pytest.mark.case("A5")
 def test_an_exception_is_never_counted_as_too_long(tmp_path):
     picture(tmp_path / "thin.png", size=(1, 400))  # the processor refuses such a shape
@@ -254,6 +289,7 @@ def test_an_exception_is_never_counted_as_too_long(tmp_path):
     assert source.facts() | {"fingerprint": ""} == {
         "rows": 1, "fingerprint": "", "rows_in_files": 5, "bad": 3, "overlong": 1,
         "longest_prompt_tokens": len(tiny.family().process(source[0]).prompt_ids), "most_patches": 0,
+            "longest_answer_tokens": 2,
     }  # fmt: skip
 
 

@@ -181,6 +181,10 @@ BROKEN = {
         ("data.source=files", 'data.train_files=["bad.jsonl"]', 'data.validation_files=["good.jsonl"]'),
         'data.bad_rows = "fail": 2 of 4 train rows', "mend them, or leave them out with data.bad_rows", 1,
     ),
+    "answers of files longer than responses": (
+        ("data.source=files", 'data.train_files=["good.jsonl"]', "eval.every=0", "rollout.max_response_tokens=1"),
+        "rollout.max_response_tokens = 1: all 4 train rows have a longer answer", "to at least 2", 1,
+    ),
     "a column that no row has": (
         ("data.source=files", 'data.train_files=["good.jsonl"]', "eval.every=0", "data.answer_column=reply"),
         'data.answer_column = "reply"', "there are answer, prompt", 1,
