@@ -39,10 +39,11 @@ def plane(config: Config) -> Any:
     return RayPlane.start(capacity_bytes=config.plane.capacity_mib * 2**20, lease_s=config.plane.lease_s)
 
 
-def phase1(config: Config, plane: DataPlane, forward: Forward, tracer: Tracer) -> Phase1:
+def phase1(config: Config, plane: DataPlane, forward: Forward, tracer: Tracer, device: str) -> Phase1:
+    """``device``: the actor's, cpu or cuda."""
     from stretto.phase1 import WholeMini
 
-    return WholeMini(config, plane, forward, tracer)
+    return WholeMini(config, plane, forward, tracer, device)
 
 
 def engine(config: Config, device: str) -> Engine:

@@ -139,15 +139,16 @@ class ActorConfig(Block):
     layout: Literal["auto", "shared", "padded"] = Field(
         "auto",
         description="shared: samples of a group share the forward of their prompt; padded: a row of prompt + response "
-        "each; auto: shared, or padded with gradient_checkpointing",
+        "each; auto: shared on the CPU, padded on a GPU or with gradient_checkpointing",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward to save memory")
 
-    @property
-    def sample_layout(self) -> Literal["shared", "padded"]:
-        """``layout`` with ``auto`` resolved."""
+    def layout_on(self, device: str) -> Literal["shared", "padded"]:
+        """``layout`` with ``auto`` resolved. On a GPU, attention to kept keys and values runs by a slower kernel: there
+        ``shared`` pays only where prompts are long against responses, which a recipe has to say.
+        """
         if self.layout == "auto":
-            return "padded" if self.gradient_checkpointing else "shared"
+            return "shared" if device == "cpu" and not self.gradient_checkpointing else "padded"
         return self.layout
 
 

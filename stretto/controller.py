@@ -43,7 +43,7 @@ class Run:
         self.plane, self.actor, self.rollout = cluster.plane, cluster.actor, cluster.rollout
         self.weights = WeightStore(config.staleness.max)
         self.tracer = build.tracer(config, "driver")
-        self.phase1: Phase1 = build.phase1(config, self.plane, self.actor.forward, self.tracer)
+        self.phase1: Phase1 = build.phase1(config, self.plane, self.actor.forward, self.tracer, self.actor.place.device)
 
     # What the loop calls -------------------------------------------------------------------------------------------
 

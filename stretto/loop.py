@@ -1,8 +1,8 @@
 """The training loop: every stage in order, on one page.
 
 Actor ranks and rollout run concurrently on resources of their own. Asynchrony is a bound, not a second trainer:
-partition j is begun once version j - s is published, so while the actor trains partition k, the rollout side may work on
-every partition up to k + s, and on none beyond. ``lockstep``: version max(0, j - s) generates partition j, exactly;
+partition j is begun once version j - s is published, so while the actor trains partition k, the rollout side may work
+on every partition up to k + s, and on none beyond. ``lockstep``: version max(0, j - s) generates partition j, exactly;
 ``bounded``: each decode batch takes the newest published version.
 
     driver            rollout (engines: one or more)            actor (ranks: one or more)

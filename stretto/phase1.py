@@ -42,8 +42,9 @@ class Phase1(Protocol):
 class WholeMini:
     """One claim for the whole mini, then a forward for each chunk; the next is scheduled while one is forwarded."""
 
-    def __init__(self, config: Config, plane: DataPlane, forward: Forward, tracer: Tracer):
+    def __init__(self, config: Config, plane: DataPlane, forward: Forward, tracer: Tracer, device: str):
         self.config = config
+        self.device = device
         self.plane = plane
         self.forward = forward
         self.tracer = tracer
@@ -66,7 +67,7 @@ class WholeMini:
                 ranks=self.config.actor.data_parallel,
                 max_tokens=self.config.actor.max_tokens_per_microbatch,
                 max_patches=self.config.actor.max_patches_per_microbatch,
-                layout=self.config.actor.sample_layout,
+                layout=self.config.actor.layout_on(self.device),
             )
             pending.append(self.forward(chunk, part))
             chunks.append(chunk)

@@ -242,7 +242,7 @@ class ActorRankCore:
 
     def _collate(self, samples: Sequence[int]) -> SampleBatch:
         inputs = [self._samples[index].input for index in samples]
-        return self.family.collate(inputs, self.device, self.config.actor.sample_layout)
+        return self.family.collate(inputs, self.device, self.config.actor.layout_on(self.device.type))
 
     def _rows(self, microbatch: Microbatch, batch: SampleBatch) -> MicrobatchRows:
         samples = [self._samples[index] for index in microbatch.samples]

@@ -18,7 +18,8 @@ from stretto.types import GroupRecord
 
 POLL_S = 0.2
 INLINED_BYTES = 100 * 1024
-"""Results up to this size travel within Ray's replies, not through shared memory (its max_direct_call_object_size)."""
+"""Values up to this size travel within Ray's calls and replies, not through shared memory (its
+max_direct_call_object_size). Payloads no larger are sent along with the put: a pull would be one more call a group."""
 
 
 def cause_of(error: BaseException | str) -> str:
@@ -112,8 +113,12 @@ class LedgerActor:
                         ledger.producer_died(name, cause_of(error))
                 return
 
-    async def put(self, producer: str, key: int, record: GroupRecord, nbytes: int, logical: int) -> float:
-        """Lets a group in, pulls its payload and makes it readable; the seconds it waited for room."""
+    async def put(
+        self, producer: str, key: int, record: GroupRecord, nbytes: int, logical: int, payload: Payload | None
+    ) -> float:
+        """Lets a group in and makes it readable, once its payload is pulled where it was not sent along; the seconds it
+        waited for room.
+        """
         handle = self._producers.get(producer)
         if handle is None:
             raise ProducerDied(
@@ -128,7 +133,10 @@ class LedgerActor:
             while not self._ledger.poll_put(ticket):
                 await self._room.wait()
             waited = time.monotonic() - begun
-            await self._pull(handle, key, ticket)
+            # Ours either way: what the producer had put itself would be lost with its process.
+            ref = await self._pull(handle, key, ticket) if payload is None else ray.put(payload)
+            self._ledger.commit_put(ticket, ref)
+            self._wake_claims()
             committed = True
             return waited
         finally:
@@ -136,20 +144,16 @@ class LedgerActor:
                 with self._change() as ledger:
                     ledger.cancel_put(ticket)
 
-    async def _pull(self, producer: Any, key: int, ticket: PutTicket) -> None:
+    async def _pull(self, producer: Any, key: int, ticket: PutTicket) -> Any:
         payload, done = producer.take_payload.options(num_returns=2).remote(key)
         try:
             await done
-            if ticket.nbytes <= INLINED_BYTES:
-                # Ray 2.60 never frees an inlined value whose reference was passed on: 3 MiB per partition of the demo.
-                payload = ray.put(await payload)
         except RayActorError as error:
             # The watch fails the partition; this put may be the first to notice.
             raise ProducerDied(
                 f"partition {ticket.partition}, group {ticket.group}: the producer died: {cause_of(error)}"
             ) from None
-        self._ledger.commit_put(ticket, payload)
-        self._wake_claims()
+        return payload
 
     async def claim(self, *args: Any) -> Lease:
         claim = self._ledger.begin_claim(*args)

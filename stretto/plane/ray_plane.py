@@ -6,6 +6,7 @@ Path of a group::
     put: check, pack, stash  --put-->  admit (waits while full)
          take_payload        <--pull-- the returned object belongs to the
                                        ledger and outlives the producer
+         (a small payload is sent with the put, and the ledger keeps its copy)
                                        commit, wake the claims  --lease-->   fetch: ray.get, views, no copy
 
 An object that the producer itself had put would be lost with its process (OwnerDiedError). Only the ledger's death
@@ -37,7 +38,7 @@ from stretto.plane.payload import (
     write_back_spec,
 )
 from stretto.plane.protocol import Lease, Missing, Order, PlaneDied, PlaneError, PlaneStats, spans
-from stretto.plane.ray_ledger import POLL_S, LedgerActor, PayloadProducer, cause_of
+from stretto.plane.ray_ledger import INLINED_BYTES, POLL_S, LedgerActor, PayloadProducer, cause_of
 from stretto.types import GroupFields, GroupRecord, StrettoError
 
 ANSWER_S = 60.0
@@ -220,9 +221,12 @@ class RayProducer:
             waited = time.monotonic_ns() - begun
             self._key += 1
             key = self._key
-            self._stash.stash_payload(key, payload)
+            small = nbytes <= INLINED_BYTES
+            if not small:
+                self._stash.stash_payload(key, payload)
             try:
-                waited += round(1e9 * await self._call("put", self._name, key, record, nbytes, logical))
+                sent = (key, record, nbytes, logical, payload if small else None)
+                waited += round(1e9 * await self._call("put", self._name, *sent))
             finally:
                 self._stash.drop_payload(key)
         if waited > 1_000_000:

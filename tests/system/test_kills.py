@@ -140,6 +140,4 @@ def test_a_run_killed_sixty_times_is_the_run_that_nobody_disturbed(marked, tmp_p
     wait_until_gone(marked)
     with capsys.disabled():
         print(f"\n{sum(killed.values())} kills in {number} sessions: {dict(killed)}; survived {dict(survived)}")
-        print(
-            f"ended within {max(endings):.1f} s (median {statistics.median(endings):.1f}); {undone} updates undone"
-        )
+        print(f"ended within {max(endings):.1f} s (median {statistics.median(endings):.1f}); {undone} updates undone")

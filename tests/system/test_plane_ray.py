@@ -15,6 +15,7 @@ import ray
 from stretto.observe.trace import read_events
 from stretto.plane.payload import pack_group, payload_bytes
 from stretto.plane.protocol import ProducerDied
+from stretto.plane.ray_ledger import INLINED_BYTES
 from stretto.plane.ray_plane import PayloadProducer, RayPlane, RayProducer
 
 pytestmark = pytest.mark.timeout(90)
@@ -122,6 +123,19 @@ def test_hundreds_of_puts_at_once_all_arrive(plane, rollout, partitions):
     plane.open(k, 400, 1)
     ray.get(rollout.put.remote(k, range(400), response_tokens=(1,), prompt_tokens=2, values=4), timeout=60)
     assert plane.claim(k, "actor", 400, timeout_s=10).groups == tuple(range(400))
+
+
+@pytest.mark.parametrize("values", [3_000, 3_190, 3_210, 4_000])
+def test_payloads_sent_with_the_put_and_payloads_pulled_arrive_alike(plane, rollout, partitions, values):
+    """8 patches of so many float32: 96 kB to 128 kB, on both sides of the limit."""
+    k = next(partitions)
+    _, fields = plane_case.make_group(k, 1, values=values)
+    assert (payload_bytes(pack_group(fields)) <= INLINED_BYTES) == (values < 3_200)
+    plane.open(k, 2, 3)
+    ray.get(rollout.put.remote(k, range(2), values=values))
+    lease = plane.claim(k, "actor", 2, timeout_s=20)
+    plane_case.assert_same_group(plane.fetch(lease)[1], fields)
+    assert not plane.fetch(lease)[1]["pixel_values"].flags.writeable  # a view of the store
 
 
 def test_a_rank_in_another_process_fetches_with_the_drivers_lease(plane, rollout, partitions):

@@ -104,7 +104,9 @@ def minis(cfg: Config, records: Sequence[GroupRecord], ranks: int = 1, groups_pe
         start = m * groups_per_mini
         parts = [records[start + c * size : start + (c + 1) * size] for c in range(a.chunks_per_mini)]
         chunks = tuple(
-            schedule_chunk(c, part, ranks, a.max_tokens_per_microbatch, a.max_patches_per_microbatch, a.sample_layout)
+            schedule_chunk(
+                c, part, ranks, a.max_tokens_per_microbatch, a.max_patches_per_microbatch, a.layout_on("cpu")
+            )
             for c, part in enumerate(parts)
         )
         result.append(Mini(partition=records[0].partition, index=m, chunks=chunks))

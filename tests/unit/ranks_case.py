@@ -118,7 +118,7 @@ def fixed(
     chunk = ChunkSchedule(
         chunk=0,
         groups=tuple(range(len(lengths))),
-        layout=cfg.actor.sample_layout,
+        layout=cfg.actor.layout_on("cpu"),
         ranks=tuple(tuple(Microbatch(samples=tuple(map(abs, m)), inert=m[0] < 0) for m in rank) for rank in ranks),
         fill=1.0,
     )
