@@ -49,7 +49,8 @@ def run_sft(config: Config, output: Path, report: Report = lambda *_: None, note
     Hugging Face directory to ``output``.
 
     Raises:
-        StrettoError: the criterion was not reached within ``sft.steps``; nothing is written then.
+        StrettoError: the criterion was not reached within ``sft.steps``; the model is written all the same, since hours
+            may have gone into it.
     """
     sft = config.sft
     family, model = load_family(config.model), load_model(config.model, config.run.seed)
@@ -74,13 +75,17 @@ def run_sft(config: Config, output: Path, report: Report = lambda *_: None, note
         if exact is not None and exact >= sft.stop_exact_match:
             save_model(family, model, output)
             return SftResult(step + 1, loss, exact)
+    save_model(family, model, output)
+    exact = validate() if exact is None else exact
     if sft.stop_exact_match == 1.0:
-        save_model(family, model, output)
-        return SftResult(sft.steps, loss, validate())
+        return SftResult(sft.steps, loss, exact)
+    digits = config.data.source == "digits"
+    more = "or data.labelled_images" if digits else "or add rows to data.train_files,"
     raise StrettoError(
-        f"sft.steps = {sft.steps}: validation exact match did not reach sft.stop_exact_match = {sft.stop_exact_match} "
-        f"(average loss {average:.3f}); raise sft.steps or data.labelled_images, lower sft.stop_exact_match, or set it "
-        "to 1 to stop after sft.steps whatever comes out"
+        f"sft.steps = {sft.steps}: validation exact match is {exact:.1%} and did not reach sft.stop_exact_match = "
+        f"{sft.stop_exact_match} (average loss {average:.3f}); the model as it is was written to {output}. For a "
+        f"better one raise sft.steps {more} and name another folder; or lower sft.stop_exact_match, or set it to "
+        "1 to stop after sft.steps whatever comes out"
     )
 
 

@@ -48,7 +48,7 @@ def parquet(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema | N
 
 def config(folder: Path, *files: Path, model: Mapping[str, Any] | None = None, **data: Any) -> Config:
     """Of a run in ``folder``/run that trains on ``files``; further blocks by their names, the rest is of [data]."""
-    blocks = {name: data.pop(name) for name in ("actor", "rollout", "reward", "eval") if name in data}
+    blocks = {name: data.pop(name) for name in ("actor", "rollout", "reward", "eval", "sft") if name in data}
     return Config.model_validate(
         {
             "run": {"dir": str(folder / "run")},
