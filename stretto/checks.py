@@ -214,6 +214,15 @@ def _batches(config: Config, reader: Reader) -> Iterator[Problem]:
             why="what is recomputed in the backward would find no keys and values of the shared prompt; set layout to "
             '"auto" or "padded"',
         )
+    actor, longest = config.actor, config.rollout.max_response_tokens
+    if actor.max_tokens_per_microbatch <= longest:
+        yield reader.problem(
+            "actor.max_tokens_per_microbatch",
+            "rollout.max_response_tokens",
+            why="a microbatch holds a whole prompt and its response, so that no prompt would fit; raise "
+            f"max_tokens_per_microbatch to at least {longest + 1}, better {longest} plus the longest prompt, "
+            "or lower max_response_tokens",
+        )
     groups, chunks = config.rollout.prompts_per_partition, config.actor.chunks_per_mini
     if groups % chunks:
         fitting = ", ".join(str(d) for d in range(1, groups + 1) if groups % d == 0)

@@ -234,10 +234,10 @@ def problems(split: str, found: RowCheck, policies: Mapping[str, str], limit: Li
             what = "cannot be used" if kind == "bad" else "have a prompt that is too long"
             told.append(
                 f'{option} = "fail": {len(rows):,} of {found.rows:,} {split} rows {what}; mend them, or leave them out '
-                f'with {option} = "skip"{_few(rows)}'
+                f'with {option} = "skip"{few(rows)}'
             )
     if not told and not found.usable:
-        told.append(f"none of {found.rows:,} {split} rows can be used; a run needs at least one{_few(found.refused)}")
+        told.append(f"none of {found.rows:,} {split} rows can be used; a run needs at least one{few(found.refused)}")
     if found.usable and found.long_answers == len(found.usable):
         told.append(_long_answers(split, found, limit))
     return told
@@ -262,7 +262,8 @@ def _long_answers(split: str, found: RowCheck, limit: Limit | None) -> str:
     )
 
 
-def _few(rows: Sequence[Refusal]) -> str:
+def few(rows: Sequence[Refusal]) -> str:
+    """The first of them, a line each."""
     lines = [f"row {r.row_id}: {r.reason}" for r in rows[:SHOWN]]
     if len(rows) > SHOWN:
         lines.append(f"and {len(rows) - SHOWN:,} more")

@@ -7,8 +7,10 @@ import json
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from difflib import SequenceMatcher
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,14 @@ from stretto.data.check import Gauge, Note, RowCheck, cautions, check_rows, prob
 from stretto.data.rows import columns, row_id, to_prompt
 from stretto.data.tables import LARGE_GROUP_BYTES, BadRow, Table, open_table
 from stretto.types import ConfigError, Prompt, Split, StrettoError
+from stretto.wording import nearest, shown
 
 VERSION = 1
 """Of how rows become prompts; part of the fingerprint."""
 MAPPING = ("prompt_column", "images_column", "answer_column", "source_column", "id_column", "max_prompt_tokens")
 """Options that decide the content of rows, or which of them are used."""
+ALIKE = 0.6
+"""How much of two column names agrees where one is taken for a misspelling of the other."""
 
 
 class Rows:
@@ -59,8 +64,6 @@ class Rows:
         name = self.name(index)
         try:
             row = table.row(inner)
-            if seen is not None:
-                seen.columns.update(table.names(row))
             own = row_id(row, self.cfg)
             if own is not None:
                 name = own
@@ -79,10 +82,9 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 class _Seen:
-    """What a check learns beside the rows: columns that exist, and ids that are given twice."""
+    """What a check learns beside the rows: ids that are given twice."""
 
     def __init__(self) -> None:
-        self.columns: set[str] = set()
         self.ids: dict[str, list[int]] = {}
         self._lock = threading.Lock()
 
@@ -193,14 +195,16 @@ def open_files(cfg: DataConfig, split: Split, gauge: Gauge, folder: Path | None 
 
 
 def _checked(rows: Rows, split: Split, gauge: Gauge, note: Note) -> RowCheck:
+    missing = [f"data.{n} = {shown(getattr(rows.cfg, n))}: {why}" for n, why in missing_columns(rows, split)]
+    if missing:
+        raise ConfigError(missing, exit_code=1)
     seen = _Seen()
 
     def report(done: int, total: int) -> None:
         note(f"checked {done:,} of {total:,} {split} rows")
 
     found = check_rows(len(rows), lambda i: rows.read(i, seen), rows.name, gauge, report)
-    told = [*_missing_columns(rows.cfg, split, seen), *_double_ids(rows, seen)]
-    if told:
+    if told := _double_ids(rows, seen):
         raise ConfigError(told, exit_code=1)
     return found
 
@@ -211,15 +215,41 @@ def _counts(split: Split, found: RowCheck) -> str:
     return f"data        {len(found.usable):,} of {found.rows:,} {split} rows can be used{left_out}"
 
 
-def _missing_columns(cfg: DataConfig, split: Split, seen: _Seen) -> list[str]:
-    """Columns that are asked for and that no row has, where a row could be read at all."""
+def missing_columns(rows: Rows, split: Split) -> list[tuple[str, str]]:
+    """Options that ask for a column that no row has, each with what is wrong; none where no row can be read at all.
+
+    Rows are read only up to the one that has the last of the columns.
+    """
+    cfg = rows.cfg
     optional = {"images_column": type(cfg).model_fields["images_column"].default}
     wanted = {name: getattr(cfg, name) for name in MAPPING if name.endswith("_column")}
-    return [
-        f'data.{name} = "{column}": no {split} row has such a column; there are {", ".join(sorted(seen.columns))}'
-        for name, column in wanted.items()
-        if column and seen.columns and column not in seen.columns and optional.get(name) != column
-    ]
+    wanted = {name: column for name, column in wanted.items() if column and optional.get(name) != column}
+    there: set[str] = set()
+    for names in _column_names(rows.tables):
+        there.update(names)
+        if there.issuperset(wanted.values()):
+            return []
+    gone = {name: column for name, column in wanted.items() if there and column not in there}
+    return [(name, _no_column(column, there, split)) for name, column in gone.items()]
+
+
+def _column_names(tables: Sequence[Table]) -> Iterator[Iterable[str]]:
+    """Of whole files where these name their columns, else of one row after the other."""
+    for table in tables:
+        known = tuple(table.names({}))
+        if known:
+            yield known
+            continue
+        for row in range(len(table)):
+            with suppress(BadRow):
+                yield table.names(table.row(row))
+
+
+def _no_column(column: str, there: Iterable[str], split: Split) -> str:
+    near = nearest(column, there)
+    alike = SequenceMatcher(None, column.lower(), near.lower()).ratio() >= ALIKE
+    meant = f"; did you mean {near}?" if alike else ""
+    return f"no {split} row has such a column; there are {', '.join(sorted(there))}{meant}"
 
 
 def _double_ids(rows: Rows, seen: _Seen) -> list[str]:

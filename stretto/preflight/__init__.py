@@ -7,7 +7,7 @@ ones and those that take long (``examine(thorough = True)``): what one of the tw
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ TOPICS = (
     Topic("data", data, ("data.",)),
     Topic("forward", forward, ("model.", "data.")),
     Topic("batches", batch, ("model.", "data."), exit_code=2, training=True),
-    Topic("reward", reward, ("reward.", "data."), training=True),
+    Topic("reward", reward, ("reward.",), training=True),
     Topic("memory", memory, ("model.", "cluster.", "staleness.", "plane.", "actor.data_parallel"), training=True),
     Topic("disk", disk, ("model.", "run.", "checkpoint.", "staleness."), training=True),
     Topic("resume", going_on, ("run.dir",), every_option=True, training=True, thorough=True),
@@ -98,12 +98,12 @@ def examine(
     resolved = resolve(recipe, sets, environ, training=training)
     case = Case(resolved.config, resolved.sources, training=training, thorough=thorough, resume=resume, note=note)
     findings = [Finding("options", tuple(_options(resolved)), exit_code=2)]
-    doubtful = set(resolved.doubtful)
+    doubtful = dict.fromkeys(sorted(resolved.doubtful))  # in the order in which they were found
     for topic in () if resolved.unread else TOPICS:
         if (topic.training and not training) or (topic.thorough and not thorough):
             continue
         finding = Finding(topic.name, tuple(_asked(topic, case, resolved, doubtful)), topic.exit_code)
-        doubtful.update(name for problem in finding.problems for name in problem.names)
+        doubtful.update(dict.fromkeys(name for problem in finding.problems for name in problem.names))
         findings.append(finding)
     return Examination(resolved.config, resolved.sources, tuple(findings))
 
@@ -120,12 +120,16 @@ def _options(resolved: Resolved) -> Iterator[Line]:
     yield Fact(f"{len(given)} of {len(OPTIONS)} set" + (f" ({counted})" if counted else ""))
 
 
-def _asked(topic: Topic, case: Case, resolved: Resolved, doubtful: set[str]) -> Iterator[Line]:
+def _asked(topic: Topic, case: Case, resolved: Resolved, doubtful: Collection[str]) -> Iterator[Line]:
     """What a topic finds, but for what is said of options that are doubtful already: it would only repeat that."""
-    doubts = sorted(name for name in doubtful if name.startswith(topic.needs))
+    doubts = [name for name in doubtful if name.startswith(topic.needs)]
     if topic.every_option:  # what the machine lacks does not make the options other ones
         doubts += sorted(resolved.doubtful)
     if doubts:
-        yield Fact(f"not looked at, since {doubts[0]} is wrong")
+        why = f"there is a problem with {doubts[0]}"
+        if topic.ask is data:
+            case.no_prompts = why
+        yield Fact(f"not looked at, since {why}")
         return
-    yield from (line for line in topic.ask(case) if not (isinstance(line, Problem) and doubtful & set(line.names)))
+    said = set(doubtful)
+    yield from (line for line in topic.ask(case) if not (isinstance(line, Problem) and said & set(line.names)))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def batch(case: Case) -> Iterator[Line]:
     if case.family is None or not case.prompts:
-        yield Fact("not looked at, since no prompt could be read")
+        yield Fact(f"not looked at, since {case.no_prompts if case.family else 'there is no model'}")
         return
     found: list[Line] = [*_answers(case.reader)]
     if case.config.data.source == "digits":  # too long rows of files are left out, or refused where all are looked at

@@ -60,6 +60,7 @@ class Case:
         training: responses are to be sampled and trained on; else the config is for a warm-start or an evaluation.
         thorough: what takes long, or only informs, is asked too.
         resume: the run is to go on from its newest checkpoint.
+        no_prompts: why ``prompts`` is empty, where it is.
         note: told how far a topic is that takes long.
     """
 
@@ -80,6 +81,7 @@ class Case:
         self.source: Source | None = None
         self.prompts: list[Prompt] = []
         self.processed: list[ProcessedPrompt] = []
+        self.no_prompts = "no prompt could be read"
 
     @property
     def model_name(self) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from stretto.checks import Problem, data_files
-from stretto.data.files import Files
+from stretto.data.check import Gauge, check_rows, few
+from stretto.data.files import Files, missing_columns, open_rows
 from stretto.data.source import open_source
 from stretto.preflight.case import Case, Caution, Fact, Line, problems_of
-from stretto.types import ConfigError, ProcessedPrompt, StrettoError
+from stretto.settings import OPTIONS
+from stretto.types import ConfigError, ProcessedPrompt, Split, StrettoError
 
 if TYPE_CHECKING:
     from stretto.models.qwen3_vl import Qwen3VL
@@ -27,10 +30,12 @@ def data(case: Case) -> Iterator[Line]:
     Where thorough, every row of the splits that a run reads.
     """
     missing = list(data_files(case.config, case.reader))
-    yield from missing
-    if missing:
-        return
     try:
+        missing = missing or list(_columns(case))
+        yield from missing
+        if missing:
+            case.no_prompts = f"there is a problem with {missing[0].names[0]}"
+            return
         if case.config.data.source == "digits":
             case.source = open_source(case.config.data, "train")
         elif case.thorough and case.training and case.family is not None:
@@ -41,12 +46,31 @@ def data(case: Case) -> Iterator[Line]:
             case.prompts = [case.source[row] for row in _spread(len(case.source))]
         if case.family is not None:
             case.processed = _processed(case.family, case.prompts)
-    except ConfigError as error:
-        yield from problems_of(error, "data.source")
-    except StrettoError as error:  # one row, which it names
-        yield Problem(("data.source",), str(error))
+    except StrettoError as error:
+        texts = error.problems if isinstance(error, ConfigError) else [str(error)]  # else one row, which it names
+        found = [Problem((_option(text),), text) for text in texts]
+        case.no_prompts = f"there is a problem with {found[0].names[0]}"
+        yield from found
     else:
         yield from _counted(case)
+
+
+def _option(text: str) -> str:
+    """The option that a problem of the data begins with."""
+    name = re.match(r"[\w.]*", text)
+    return name[0] if name and name[0] in OPTIONS else "data.train_files"
+
+
+def _columns(case: Case) -> Iterator[Problem]:
+    """Needs no model, and says where the value came from; the check of all rows can not."""
+    if case.config.data.source == "digits":
+        return
+    splits: list[Split] = ["train"]
+    if case.training and case.config.eval.every > 0:
+        splits.append("validation")
+    for split in splits:
+        for name, why in missing_columns(open_rows(case.config.data, split), split):
+            yield case.reader.problem(f"data.{name}", why=why)
 
 
 def _spread(rows: int) -> range:
@@ -78,8 +102,6 @@ def _whole(case: Case) -> Iterator[Line]:
 def _few(case: Case) -> Iterator[Line]:
     """Whether a row that can not be read ends a run is decided where all of them are looked at."""
     from stretto.build import gauge
-    from stretto.data.check import Gauge, check_rows
-    from stretto.data.files import open_rows
 
     rows = open_rows(case.config.data, "train")
     tried = _spread(len(rows))
@@ -87,7 +109,12 @@ def _few(case: Case) -> Iterator[Line]:
     measure = anything if case.family is None else gauge(case.config, case.family, "train")
     found = check_rows(len(tried), lambda i: rows.read(tried[i]), lambda i: rows.name(tried[i]), measure)
     case.prompts = [rows.read(tried[i]) for i in found.usable]
-    yield Fact(f"{len(rows):,} rows in files; {len(tried) - found.count('bad')} of {len(tried)} tried can be read")
+    bad = [refusal for refusal in found.refused if refusal.kind == "bad"]
+    yield Fact(f"{len(rows):,} rows in files; {len(tried) - len(bad)} of {len(tried)} tried can be read")
+    if bad:
+        case.no_prompts = f"none of {len(tried)} rows that were tried can be read"
+        refuses = ', and data.bad_rows = "fail" refuses them' if case.config.data.bad_rows == "fail" else ""
+        yield Caution(f"{len(bad)} of {len(tried)} rows that were tried can not be used{refuses}{few(bad)}")
 
 
 def _counted(case: Case) -> Iterator[Line]:

@@ -54,6 +54,9 @@ def reward(case: Case) -> Iterator[Line]:
             "mend it before it ends the run",
         )
     elif case.thorough:
+        if not trials:
+            yield Fact(f"{function} starts; it was not tried, since {case.no_prompts}")
+            return
         yield from _said(function, trials, (time.monotonic() - begun))
 
 
@@ -62,9 +65,6 @@ def _failed(score: Score) -> bool:
 
 
 def _said(function: str, trials: list[Trial], spent_s: float) -> Iterator[Line]:
-    if not trials:
-        yield Fact(f"{function} starts; it was not tried, since no prompt could be read")
-        return
     shown = "; ".join(f"{_word(t.right)} and {_word(t.wrong) if t.wrong else '-'}" for t in trials)
     yield Fact(
         f"{function}: right and wrong answers of {len(trials)} rows score {shown} ({spent_s:.1f} s with its start)"

@@ -379,7 +379,8 @@ def test_columns_that_no_row_has_are_one_error_that_lists_those_there_are(tmp_pa
     assert all(p.endswith("no train row has such a column; there are image, question, solution") for p in problems)
     both = parquet(tmp_path / "x.parquet", [{"question": "?", "solution": 1, "n": 2}])
     assert told(tmp_path, both, prompt_column="question", answer_column="soluton") == [
-        'data.answer_column = "soluton": no train row has such a column; there are n, question, solution'
+        'data.answer_column = "soluton": no train row has such a column; there are n, question, solution; '
+        "did you mean solution?"
     ]
     assert opened(tmp_path, both, prompt_column="question", answer_column="solution")[0].answer == "1"
 

@@ -185,9 +185,13 @@ BROKEN = {
         ("data.source=files", 'data.train_files=["good.jsonl"]', "eval.every=0", "rollout.max_response_tokens=1"),
         "rollout.max_response_tokens = 1: all 4 train rows have a longer answer", "to at least 2", 1,
     ),
+    "a microbatch that holds no prompt beside a response": (
+        ("actor.max_tokens_per_microbatch=8",),
+        "actor.max_tokens_per_microbatch = 8 (--set), rollout.max_response_tokens = 8 (file", "to at least 9", 2,
+    ),
     "a column that no row has": (
         ("data.source=files", 'data.train_files=["good.jsonl"]', "eval.every=0", "data.answer_column=reply"),
-        'data.answer_column = "reply"', "there are answer, prompt", 1,
+        'data.answer_column = "reply" (--set)', "there are answer, prompt", 1,
     ),
 }  # fmt: skip
 
@@ -223,6 +227,33 @@ def test_without_a_model_the_data_is_still_looked_at(recipe):
     )
     assert len(found.problems) == 1
     assert "4 rows in files; 2 of 4 tried can be read" in facts(found, "data")
+    (said,) = cautions(found)
+    assert said.startswith('2 of 4 rows that were tried can not be used, and data.bad_rows = "fail" refuses them')
+    assert "row bad.jsonl:3: " in said and "row bad.jsonl:4: " in said
+
+
+def test_neither_the_columns_nor_the_reward_wait_for_a_model_or_for_sound_data(recipe):
+    files = ("data.source=files", 'data.train_files=["good.jsonl"]', 'data.validation_files=["bad.jsonl"]')
+    found = doctor(
+        recipe, "model.path=./nowhere", *files, "data.answer_column=anser", "reward.function=doctor_rewards:REWARD"
+    )
+    assert [text.split(":")[0] for text in texts(found)] == [
+        'model.path = "./nowhere" (--set), model.config = ' + texts(found)[0].split("model.config = ")[1].split(":")[0],
+        'data.answer_column = "anser" (--set)', 'data.answer_column = "anser" (--set)',
+        'reward.function = "doctor_rewards',
+    ]  # fmt: skip
+    assert texts(found)[1].endswith("no train row has such a column; there are answer, prompt; did you mean answer?")
+    assert "validation row" in texts(found)[2]
+    found = doctor(recipe, *files, "data.prompt_colum=question", "reward.function=doctor_rewards:variety")
+    assert "variety starts; it was not tried, since there is a problem with data.prompt_column" in facts(
+        found, "reward"
+    )
+
+
+def test_what_is_left_out_says_what_for(recipe):
+    found = doctor(recipe, "data.source=files", 'data.train_files=["bad.jsonl"]', "eval.every=0")
+    for topic in ("forward", "batches"):
+        assert facts(found, topic) == "not looked at, since there is a problem with data.bad_rows"
 
 
 def test_problems_of_every_topic_are_told_together_and_the_rest_is_still_looked_at(recipe):
