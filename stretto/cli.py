@@ -64,7 +64,7 @@ def _train(config: Config, sources: dict[str, str], resume: bool, go_on: str) ->
     """``train`` in a run folder that is locked; ``go_on`` is the command that resumes it."""
     from stretto import controller, loop, machine
     from stretto.observe.progress import make_progress, summary
-    from stretto.resume import find_checkpoint, what_is_left
+    from stretto.resume import failed, find_checkpoint, what_is_left
 
     found = find_checkpoint(config, resume=resume)
     place = machine.placement(config)
@@ -89,12 +89,17 @@ def _train(config: Config, sources: dict[str, str], resume: bool, go_on: str) ->
             raise
         print(what_is_left(run.done, run.saved, config.run.updates, go_on), file=sys.stderr)
         raise typer.Exit(STOPS.exit_code) from None
+    except StrettoError as error:
+        if run is None:
+            raise
+        raise failed(error, what_is_left(run.done, run.saved, config.run.updates, go_on)) from error
     records = run.records
     evaluated = records.evaluations()
     print(
         summary(
             updates=config.run.updates - first,
             wall_s=time.monotonic() - begun,
+            training_s=records.training_s,
             rewards=records.rewards(),
             tokens=records.tokens,
             run_dir=config.run.dir,

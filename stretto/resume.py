@@ -147,13 +147,29 @@ def again(recipe: str, sets: Iterable[str], *, resume: bool = True) -> str:
     return shlex.join(["stretto", "train", recipe, *options, *(["--resume"] if resume else [])])
 
 
+def failed(error: StrettoError, left: str) -> StrettoError:
+    """The error that ended a run that trained, with ``what_is_left`` in place of a mere hint at it."""
+    text = str(error)
+    for hint in ("; resume from the last checkpoint", "; restart from the last checkpoint"):
+        text = text.removesuffix(hint)
+    return StrettoError(f"{text}\n{left}")
+
+
 def what_is_left(done: int, saved: int, updates: int, command: str) -> str:
     """What a run that was stopped after ``done`` of ``updates`` has lost, and the ``command`` that goes on."""
     if saved == 0:
-        state = "there is no checkpoint yet" + (f": all {done} are lost and will be trained again" if done else "")
+        state = "there is no checkpoint yet" + (": " + _all_lost(done) if done else "")
     else:
-        lost = (
-            f"updates {saved + 1} to {done} are lost and will be trained again" if done > saved else "nothing is lost"
-        )
+        lost = "nothing is lost"
+        if done > saved:
+            lost = f"updates {saved + 1} to {done} are lost and will be trained again"
+        if done == saved + 1:
+            lost = f"update {done} is lost and will be trained again"
         state = f"the newest checkpoint holds {saved}: {lost}"
     return f"stopped after {done} of {updates} updates; {state}\ngo on with: {command}"
+
+
+def _all_lost(done: int) -> str:
+    return (
+        "update 1 is lost and will be trained again" if done == 1 else f"all {done} are lost and will be trained again"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -32,10 +33,20 @@ def cause_of(error: BaseException | str) -> str:
     if isinstance(error, RayActorError):
         noise = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:")
         cause = " ".join(line for line in lines if not line.startswith(noise))
-        return cause.partition(" Some common causes include")[0]  # a page about OOM killers, whatever it was
+        return _death(cause.partition(" Some common causes include")[0])  # a page about OOM killers, whatever it was
     if isinstance(error, RayError):
         return f"{type(error).__name__}: {lines[0].partition('. ')[0]}"
     return f"{type(error).__name__}: {' '.join(lines)}"
+
+
+def _death(text: str) -> str:
+    """Ray's words for how an actor's process ended, in plain ones; one that is not known stays as it is. Ray does not
+    tell a signal from a crash: of both it has seen the end of a connection.
+    """
+    if "connection error code 2. End of file" in text:
+        return "it was killed (SIGKILL: by someone, or by the kernel for want of memory), or it crashed"
+    code = re.search(r"Worker exits with an exit code (-?\d+)", text)
+    return f"it ended with exit code {code[1]}" if code and "Traceback" not in text else text
 
 
 class PayloadProducer:

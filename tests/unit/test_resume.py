@@ -10,7 +10,7 @@ import pytest
 
 from stretto.config import Config
 from stretto.records import Records
-from stretto.resume import again, find_checkpoint
+from stretto.resume import again, failed, find_checkpoint, what_is_left
 from stretto.types import StrettoError
 
 
@@ -76,3 +76,26 @@ def test_a_run_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(StrettoError, match=r"cannot write to .*metrics\.jsonl"):
         Records(tmp_path, 0, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("done", "saved", "says"),
+    [
+        (0, 0, "there is no checkpoint yet"),
+        (1, 0, "there is no checkpoint yet: update 1 is lost and will be trained again"),
+        (3, 0, "there is no checkpoint yet: all 3 are lost and will be trained again"),
+        (30, 30, "the newest checkpoint holds 30: nothing is lost"),
+        (31, 30, "the newest checkpoint holds 30: update 31 is lost and will be trained again"),
+        (32, 30, "the newest checkpoint holds 30: updates 31 to 32 are lost and will be trained again"),
+    ],
+)
+def test_what_a_stopped_run_has_lost(done, saved, says):
+    command = again("a.toml", [])
+    assert what_is_left(done, saved, 50, command) == (
+        f"stopped after {done} of 50 updates; {says}\ngo on with: stretto train a.toml --resume"
+    )
+
+
+def test_an_error_ends_with_what_is_left():
+    error = failed(StrettoError("the ledger died: it was killed; restart from the last checkpoint"), "stopped\ngo on")
+    assert str(error) == "the ledger died: it was killed\nstopped\ngo on"
