@@ -17,6 +17,9 @@ from stretto.observe.raw import RawLog
 from stretto.phase1 import Phase1Batch
 from stretto.types import Evaluation, StrettoError
 
+REMIND = 10
+"""Updates in a row without any signal, after which that is said again."""
+
 
 class Step:
     """What is known of one update, gathered while it runs."""
@@ -77,7 +80,7 @@ def writing(run_dir: Path) -> Iterator[None]:
 
 class Records:
     """Writers of a run folder, opened at update ``first``: what an earlier session wrote of it and later ones is undone
-    work and moves aside. ``tokens`` are those of this session.
+    work and moves aside. ``tokens`` and ``training_s``, the seconds of all updates, are those of this session.
     """
 
     def __init__(self, run_dir: Path, first: int, progress: Progress):
@@ -90,6 +93,8 @@ class Records:
             self._raw = RawLog(run_dir, first)
         self._step_ended = math.nan
         self.tokens = 0.0
+        self.training_s = 0.0
+        self._without_signal = 0
 
     def begin(self) -> None:
         """Start the clock of the first step."""
@@ -102,7 +107,8 @@ class Records:
             self._raw.write(k, *raw)
 
     def note(self, text: str) -> None:
-        self._progress.note(text)
+        """One line about the run; it stays on the display."""
+        self._progress.note(text, stays=True)
 
     def evaluation(self, result: Evaluation) -> None:
         self._progress.evaluation(result)
@@ -139,11 +145,8 @@ class Records:
         with writing(self._run_dir):
             self._metrics.write(step.k, metrics)
         self.tokens += metrics["tokens"]
-        if metrics["zero_signal_groups"] == metrics["groups"]:
-            self.note(
-                f"update {step.k + 1}: the rewards of each of its {metrics['groups']:.0f} groups are equal, so that it "
-                "learnt nothing; look at the reward, the temperature and how hard the prompts are"
-            )
+        self.training_s += step_s
+        self._say_if_without_signal(step.k, metrics)
         self._progress.step(
             StepReport(
                 update=step.k,
@@ -155,6 +158,16 @@ class Records:
                 rollout_waited_s=metrics["rollout_waited_s"],
             )
         )
+
+    def _say_if_without_signal(self, k: int, metrics: Mapping[str, float]) -> None:
+        """At the first of several updates in a row, and at every tenth."""
+        self._without_signal = self._without_signal + 1 if metrics["zero_signal_groups"] == metrics["groups"] else 0
+        if self._without_signal == 1 or (self._without_signal and self._without_signal % REMIND == 0):
+            row = "" if self._without_signal == 1 else f", as for {self._without_signal} updates in a row"
+            self.note(
+                f"update {k + 1}: the rewards of each of its {metrics['groups']:.0f} groups are equal{row}, so that it "
+                "learnt nothing; look at the reward, the temperature and how hard the prompts are"
+            )
 
     def close(self) -> None:
         for writer in (self._metrics, self._fingerprints, self._evaluations):

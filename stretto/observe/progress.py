@@ -113,6 +113,7 @@ def summary(
     *,
     updates: int,
     wall_s: float,
+    training_s: float,
     rewards: Sequence[float],
     tokens: float,
     run_dir: Path | str,
@@ -122,7 +123,7 @@ def summary(
     ascii_only: bool = False,
 ) -> str:
     """The lines that end a run: what evaluations found before and after, the course of the reward, speed, where the
-    results are. ``reward`` is ``reward.function``.
+    results are. ``wall_s`` is the whole session's, start-up included. ``reward`` is ``reward.function``.
     """
     lines = []
     for label, result in (("before", before), ("after", after)):
@@ -135,8 +136,10 @@ def summary(
         course, n = sparkline(rewards, ascii_only=ascii_only), min(5, len(finite) // 2)
         first, last = math.fsum(finite[:n]) / n, math.fsum(finite[-n:]) / n
         lines.append(f"reward              {course}  {first:.3f} -> {last:.3f} (first and last {n} updates)")
-    speed = f", {tokens / wall_s:,.0f} tokens/s" if wall_s > 0 else ""
-    lines.append(f"updates             {updates} in {duration(wall_s)}{speed} (prompt and response, without padding)")
+    lines.append(f"updates             {updates} in {duration(wall_s)}, {duration(training_s)} of them training")
+    if training_s > 0:
+        speed = f"{tokens / training_s:,.0f} tokens/s"
+        lines.append(f"speed               {speed} while it trained (prompt and response, without padding)")
     lines.append(f"results             {run_dir}")
     return "\n".join(lines)
 

@@ -287,19 +287,24 @@ def test_a_batch_without_signal_trains_to_nothing_and_says_so(tmp_path):
         "update 1: the rewards of each of its 4 groups are equal, so that it learnt nothing; look at the reward, the "
         "temperature and how hard the prompts are"
     ]
-    assert said(tmp_path, metrics | {"zero_signal_groups": 3.0}) == []
+    some = metrics | {"zero_signal_groups": 3.0}
+    assert said(tmp_path, some) == []
+    heard = said(tmp_path, *[metrics] * 25, some, metrics)  # once, at every tenth in a row, and when it comes again
+    assert [line.partition(":")[0] for line in heard] == ["update 1", "update 10", "update 20", "update 27"]
+    assert "groups are equal, as for 20 updates in a row, so that" in heard[2]
 
 
-def said(folder: Path, metrics: dict[str, float]) -> list[str]:
-    """The notes of an update with these metrics."""
+def said(folder: Path, *updates: dict[str, float]) -> list[str]:
+    """The notes of updates with these metrics."""
     from stretto.records import Step
 
     heard = Heard()
     records = Records(folder, 0, heard)  # type: ignore[arg-type]
     records.begin()
-    step = Step(0)
     needed = dict.fromkeys(("tokens", "response_tokens", "staleness_mean", "exposed_wait_s", "rollout_waited_s"), 1.0)
-    step.merge(metrics | needed)
-    records.step(step)
+    for k, metrics in enumerate(updates):
+        step = Step(k)
+        step.merge(metrics | needed)
+        records.step(step)
     records.close()
     return heard.notes

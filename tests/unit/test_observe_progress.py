@@ -79,7 +79,9 @@ def test_evaluations_are_shown_in_terms_of_the_reward_function():
         "evaluation  reward 0.250 (validation, version 5), 1 with reward 1, mean of 4",
         "evaluation  reward - (validation, version 5), mean of 4",
     ]
-    text = summary(updates=1, wall_s=1, rewards=[], tokens=1, run_dir="r", reward="rewards:nearness", before=graded)
+    text = summary(
+        updates=1, wall_s=1, training_s=1, rewards=[], tokens=1, run_dir="r", reward="rewards:nearness", before=graded
+    )
     assert text.startswith("reward before        0.250  (mean of 4 validation prompts, policy version 5)\n")
 
 
@@ -97,7 +99,8 @@ def test_output_that_is_no_terminal_gets_plain_lines(tmp_path):
 def test_the_summary_says_what_was_reached_and_where_it_is():
     text = summary(
         updates=150,
-        wall_s=100,
+        wall_s=130,
+        training_s=100,
         rewards=[0.2] * 5 + [0.5] * 10 + [math.nan] + [0.8] * 5,
         tokens=1_000_000,
         run_dir="runs/digits",
@@ -107,7 +110,8 @@ def test_the_summary_says_what_was_reached_and_where_it_is():
     assert "exact match before   30.0%  (30 of 100 test prompts, policy version 0)" in text
     assert "exact match after    90.0%  (90 of 100 test prompts, policy version 150)" in text
     assert "0.200 -> 0.800 (first and last 5 updates)" in text
-    assert "150 in 1:40, 10,000 tokens/s" in text
+    assert "updates             150 in 2:10, 1:40 of them training\n" in text
+    assert "speed               10,000 tokens/s while it trained" in text
     assert text.endswith("results             runs/digits")
 
 
