@@ -95,6 +95,11 @@ class RemoteEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process; None before it has started, and on another machine."""
+        return None if self._local is None else self._local.pid
+
     async def start(self) -> Mapping[str, Any]:
         facts, known = await self._ask("start")
         self.fixed_batches, self.batch_invariant = known["fixed_batches"], known["batch_invariant"]

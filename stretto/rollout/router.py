@@ -12,7 +12,9 @@ next replica that can take it; it is the same batch with the same noise, so the 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,6 +25,12 @@ from stretto.types import Response, StrettoError
 
 LEAST_START_LIMIT_S = 600.0
 """A model may take longer to load than a decode batch; a start is given at least this long."""
+
+SLOW_S = 30.0
+SLOW_TIMES = 10.0
+"""A call that takes longer than both, seconds and times the median of decode batches so far, is told of once."""
+REMEMBERED = 100
+"""Decode batches whose times are kept for the median."""
 
 T = TypeVar("T")
 
@@ -84,8 +92,8 @@ class Router:
     """``make(i)`` gives the engine of replica i, not yet started; it is called again for its successors.
 
     ``max_restarts`` is for the router's lifetime; the death after that ends it with that cause. ``timeout_s`` bounds
-    one ``load_weights`` and one ``generate``. ``note`` is told about every restart in one line. All methods belong to
-    one event loop.
+    one ``load_weights`` and one ``generate``. ``note`` is told in one line of every restart, and of every call that
+    is slow (``slow_s``: see ``SLOW_S``), while it is. All methods belong to one event loop.
     """
 
     def __init__(
@@ -97,6 +105,7 @@ class Router:
         timeout_s: float,
         tracer: Tracer,
         note: Callable[[str], None] = lambda _: None,
+        slow_s: float = SLOW_S,
     ):
         self.replicas = replicas
         self.restarts = 0
@@ -105,6 +114,8 @@ class Router:
         self._timeout_s = timeout_s
         self._tracer = tracer
         self._note = note
+        self._slow_s = slow_s
+        self._took: deque[float] = deque(maxlen=REMEMBERED)
         self._newest: Offer | None = None
         self._live: dict[int, _Replica] = {}
         self._starts: set[asyncio.Task[None]] = set()
@@ -220,15 +231,19 @@ class Router:
         async with replica.loading:
             if offer is not None and engine.version != offer.version:
                 with self._tracer.span("rollout.load_weights", version=offer.version, replica=replica.index):
-                    await self._in_time(engine.load_weights(offer.version, offer.weights))
+                    await self._in_time(replica, engine.load_weights(offer.version, offer.weights))
         load_s, version = time.monotonic() - begun, engine.version
         known = {"version": version, "replica": replica.index, "groups": len(batch.requests)}
         with self._tracer.span(batch.span, **batch.attrs, **known) as attrs:
-            groups = await self._in_time(engine.generate(batch.requests, batch.sampling))
+            begun = time.monotonic()
+            groups = await self._in_time(replica, engine.generate(batch.requests, batch.sampling))
+            self._took.append(time.monotonic() - begun)
             attrs["tokens"] = sum(len(r.token_ids) for group in groups for r in group)
         return Decoded(groups=groups, version=version, load_s=load_s)
 
-    async def _in_time(self, call: Awaitable[T]) -> T:
+    async def _in_time(self, replica: _Replica, call: Awaitable[T]) -> T:
+        slow_s = max(self._slow_s, SLOW_TIMES * statistics.median(self._took or [0.0]))
+        slow = asyncio.get_running_loop().call_later(slow_s, self._is_slow, replica, slow_s)
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 return await call
@@ -236,6 +251,17 @@ class Router:
             if not limit.expired():
                 raise
             raise EngineLost(f"it has not answered for rollout.engine_timeout_s = {self._timeout_s:g} s") from None
+        finally:
+            slow.cancel()
+
+    def _is_slow(self, replica: _Replica, seconds: float) -> None:
+        if self._ended is None and self._live.get(replica.index) is replica:
+            pid = getattr(replica.engine, "pid", None)  # an engine in a process of its own has one
+            process = "" if pid is None else f" (pid {pid})"
+            self._note(
+                f"rollout engine {replica.index}{process} has not answered for {seconds:.3g} s; it is replaced after "
+                f"rollout.engine_timeout_s = {self._timeout_s:g} s"
+            )
 
     # Replacing -----------------------------------------------------------------------------------------------------
 

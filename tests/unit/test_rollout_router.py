@@ -40,7 +40,7 @@ def batch(group: int = 0, *, version: int | None = 0, tokens: int = 3, n: int = 
 class Fleet:
     """A router and every engine that it has had made, by replica."""
 
-    def __init__(self, *engines: StubEngine, restarts: int = 0, timeout_s: float = 60.0):
+    def __init__(self, *engines: StubEngine, restarts: int = 0, timeout_s: float = 60.0, **options):
         self.prepared = {i: [engine] for i, engine in enumerate(engines)}
         self.made: dict[int, list[StubEngine]] = {i: [] for i in self.prepared}
         self.notes: list[str] = []
@@ -51,6 +51,7 @@ class Fleet:
             timeout_s=timeout_s,
             tracer=Tracer(None, "test"),
             note=self.notes.append,
+            **options,
         )
 
     def make(self, replica: int) -> StubEngine:
@@ -315,3 +316,21 @@ def test_all_calls_of_an_engine_that_dies_count_as_one_death():
         return later()
 
     with_fleet(body, StubEngine(before=breaks, concurrency=4), restarts=1)
+
+
+def test_a_slow_call_is_told_of_once_while_it_runs_and_what_is_slow_is_learnt():
+    """Batches of two samples: the first takes 0.6 s, which is over the 0.05 s of a router that knows nothing; then
+    0.6 s is what a batch takes, and 2 s is not ten times as long."""
+
+    async def body(fleet):
+        task = asyncio.create_task(fleet.router.generate(batch(0)))
+        await asyncio.sleep(0.3)
+        assert fleet.notes == [
+            "rollout engine 0 has not answered for 0.05 s; it is replaced after rollout.engine_timeout_s = 60 s"
+        ]
+        await task
+        fleet.engine(0).per_sample_s = 1.0
+        await fleet.router.generate(batch(1))
+        assert len(fleet.notes) == 1
+
+    with_fleet(body, StubEngine(per_sample_s=0.3), slow_s=0.05)
