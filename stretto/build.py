@@ -99,21 +99,24 @@ def gauge(config: Config, family: Qwen3VL, split: Split) -> Gauge:
 
     room = config.actor.max_tokens_per_microbatch - config.rollout.max_response_tokens
     tokens: list[Limit] = []
-    patches: Limit | None = None
+    patches: list[Limit] = []
     if split == "train":
         by = "actor.max_tokens_per_microbatch less rollout.max_response_tokens"
-        tokens.append(Limit(most=room, set_by=by))
-        patches = Limit(most=config.actor.max_patches_per_microbatch, set_by="actor.max_patches_per_microbatch")
+        beyond = config.rollout.max_response_tokens
+        tokens.append(Limit(most=room, set_by=by, option="actor.max_tokens_per_microbatch", beyond=beyond))
+        option = "actor.max_patches_per_microbatch"
+        patches.append(Limit(most=config.actor.max_patches_per_microbatch, set_by=option, option=option))
     # Answers need to fit where they alone are right; a warm-start is measured by exact match whatever the reward.
     exact = split == "labelled" or config.reward.function == "exact_match"
     answer = Limit(most=config.rollout.max_response_tokens, set_by="rollout.max_response_tokens")
     if config.data.max_prompt_tokens:
-        tokens.append(Limit(most=config.data.max_prompt_tokens, set_by="data.max_prompt_tokens"))
+        option = "data.max_prompt_tokens"
+        tokens.append(Limit(most=config.data.max_prompt_tokens, set_by=option, option=option))
     return Gauge(
         tokens=family.prompt_tokens,
         patches=lambda prompt: sum(family.patches(prompt.images)),
-        max_tokens=min(tokens, key=lambda limit: limit.most, default=None),
-        max_patches=patches,
+        max_tokens=tuple(tokens),
+        max_patches=tuple(patches),
         answer=lambda prompt: len(family.encode_answer(prompt.answer)),
         max_answer=answer if exact else None,
         key=family.reads_as(),

@@ -6,11 +6,12 @@ What is found is kept in the run folder, so that a resumed run and the rollout p
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -23,6 +24,8 @@ from stretto.types import Prompt, StrettoError
 ROWS_AT_ONCE = 32
 SHOWN = 20
 """Refused rows that an error lists."""
+SHOWN_ALIKE = 5
+"""Those of them whose reasons differ in numbers and file names only."""
 REPORT_S = 5.0
 """Seconds between two reports of how far the check is."""
 
@@ -46,10 +49,15 @@ FileState = tuple[str, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A largest number, and the options that set it in words."""
+    """A largest number, and the options that set it in words.
+
+    ``option`` is the one to raise, and ``beyond`` what its value is more than ``most``.
+    """
 
     most: int
     set_by: str
+    option: str = ""
+    beyond: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +72,23 @@ class Gauge:
     tokens: Callable[[Prompt], int]
     patches: Callable[[Prompt], int]
     answer: Callable[[Prompt], int] = lambda _: 0
-    max_tokens: Limit | None
-    max_patches: Limit | None
+    max_tokens: tuple[Limit, ...] = ()
+    max_patches: tuple[Limit, ...] = ()
     max_answer: Limit | None = None
     key: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A row that is not used. ``overlong``: sound, but above a limit; ``bad``: anything else."""
+    """A row that is not used. ``overlong``: sound, but above a limit; ``bad``: anything else.
+
+    ``wants``: options -> the values under which a row would not be overlong.
+    """
 
     row_id: str
     kind: Literal["bad", "overlong"]
     reason: str
+    wants: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,11 +190,19 @@ def _looked_at(
         return Refusal(row_id=name, kind="bad", reason=_without_name(str(error), name))
     except Exception as error:  # whatever a library raises, it says that this row cannot be used
         return Refusal(row_id=name or row_id(index), kind="bad", reason=f"{type(error).__name__}: {error}")
-    for count, limit, unit in ((tokens, gauge.max_tokens, "tokens"), (patches, gauge.max_patches, "image patches")):
-        if limit is not None and count > limit.most:
-            with_images = ", image tokens included" if unit == "tokens" and len(prompt.images) else ""
-            reason = f"{count} {unit}{with_images}; the limit is {limit.most} ({limit.set_by})"
-            return Refusal(row_id=name, kind="overlong", reason=reason)
+    with_images = ", image tokens included" if len(prompt.images) else ""
+    exceeded = [
+        (f"{count} {unit}; the limit is {limit.most} ({limit.set_by})", limit, count)
+        for count, limits, unit in (
+            (tokens, gauge.max_tokens, f"tokens{with_images}"),
+            (patches, gauge.max_patches, "image patches"),
+        )
+        for limit in sorted(limits, key=lambda limit: limit.most)
+        if count > limit.most
+    ]
+    if exceeded:
+        wants = {limit.option: count + limit.beyond for _, limit, count in exceeded}
+        return Refusal(row_id=name, kind="overlong", reason=exceeded[0][0], wants=wants)
     return Measured(tokens=tokens, patches=patches, answer=answer, files=files)
 
 
@@ -231,13 +251,17 @@ def problems(split: str, found: RowCheck, policies: Mapping[str, str], limit: Li
     for kind, option in (("bad", "data.bad_rows"), ("overlong", "data.overlong_prompts")):
         rows = [r for r in found.refused if r.kind == kind]
         if rows and policies[kind] == "fail":
-            what = "cannot be used" if kind == "bad" else "have a prompt that is too long"
+            what = "cannot be used; mend them" if kind == "bad" else f"have a prompt that is too long; {keeping(rows)}"
             told.append(
-                f'{option} = "fail": {len(rows):,} of {found.rows:,} {split} rows {what}; mend them, or leave them out '
+                f'{option} = "fail": {len(rows):,} of {found.rows:,} {split} rows {what}, or leave them out '
                 f'with {option} = "skip"{few(rows)}'
             )
     if not told and not found.usable:
-        told.append(f"none of {found.rows:,} {split} rows can be used; a run needs at least one{few(found.refused)}")
+        remedy = keeping(found.refused)
+        told.append(
+            f"none of {found.rows:,} {split} rows can be used; a run needs at least one"
+            f"{'; ' + remedy if remedy else ''}{few(found.refused)}"
+        )
     if found.usable and found.long_answers == len(found.usable):
         told.append(_long_answers(split, found, limit))
     return told
@@ -245,9 +269,21 @@ def problems(split: str, found: RowCheck, policies: Mapping[str, str], limit: Li
 
 def cautions(split: str, found: RowCheck, limit: Limit | None) -> list[str]:
     """What stops no run, and its user may not want."""
+    told = [*_left_out(split, found)]
     if 0 < found.long_answers < len(found.usable):
-        return [_long_answers(split, found, limit)]
-    return []
+        told.append(_long_answers(split, found, limit))
+    return told
+
+
+def _left_out(split: str, found: RowCheck) -> Iterator[str]:
+    bad, overlong = ([r for r in found.refused if r.kind == kind] for kind in ("bad", "overlong"))
+    if bad:
+        yield f"{len(bad):,} of {found.rows:,} {split} rows can not be used and are left out (data.bad_rows){few(bad)}"
+    if overlong:
+        yield (
+            f"{len(overlong):,} of {found.rows:,} {split} rows are too long and are left out (data.overlong_prompts); "
+            f"to keep all, {keeping(overlong)}{few(overlong)}"
+        )
 
 
 def _long_answers(split: str, found: RowCheck, limit: Limit | None) -> str:
@@ -262,9 +298,25 @@ def _long_answers(split: str, found: RowCheck, limit: Limit | None) -> str:
     )
 
 
+def keeping(rows: Iterable[Refusal]) -> str:
+    """``raise A to 700 and B to 64``: what keeps all that are too long; empty where none is."""
+    most: dict[str, int] = {}
+    for option, value in (want for row in rows for want in row.wants.items()):
+        most[option] = max(value, most.get(option, 0))
+    return "raise " + " and ".join(f"{option} to {value}" for option, value in most.items()) if most else ""
+
+
 def few(rows: Sequence[Refusal]) -> str:
-    """The first of them, a line each."""
-    lines = [f"row {r.row_id}: {r.reason}" for r in rows[:SHOWN]]
-    if len(rows) > SHOWN:
-        lines.append(f"and {len(rows) - SHOWN:,} more")
+    """The first of them, a line each; of those with the same reason but for numbers and names, fewer."""
+    alike: dict[str, list[Refusal]] = {}
+    for row in rows:
+        alike.setdefault(re.sub(r"\S*[\d/]\S*", "", row.reason), []).append(row)
+    lines: list[str] = []
+    left = len(rows)
+    for same in alike.values():
+        told = same[: min(SHOWN_ALIKE, SHOWN - len(lines))]
+        lines += [f"row {row.row_id}: {row.reason}" for row in told]
+        left -= len(told)
+    if left:
+        lines.append(f"and {left:,} more")
     return "".join(f"\n    {line}" for line in lines)

@@ -211,7 +211,8 @@ def _checked(rows: Rows, split: Split, gauge: Gauge, note: Note) -> RowCheck:
 
 def _counts(split: Split, found: RowCheck) -> str:
     bad, overlong = found.count("bad"), found.count("overlong")
-    left_out = f"; {bad:,} bad, {overlong:,} too long" if found.refused else ""
+    counts = ((bad, "bad"), (overlong, "too long"))
+    left_out = "; " + ", ".join(f"{n:,} {what}" for n, what in counts if n) if found.refused else ""
     return f"data        {len(found.usable):,} of {found.rows:,} {split} rows can be used{left_out}"
 
 
@@ -266,7 +267,8 @@ def _double_ids(rows: Rows, seen: _Seen) -> list[str]:
 
 def _key(cfg: DataConfig, tables: Sequence[Table], gauge: Gauge) -> str:
     """Of everything that a check depends on, but for the image files outside the rows, which the check lists."""
-    limits = [asdict(limit) if limit else None for limit in (gauge.max_tokens, gauge.max_patches, gauge.max_answer)]
+    answer = gauge.max_answer
+    limits = [asdict(limit) for limit in (*gauge.max_tokens, *gauge.max_patches, *([answer] if answer else []))]
     files = [(str(table.path), *table.identity) for table in tables]
     options = [getattr(cfg, name) for name in (*MAPPING, "image_folder")]
     return hashlib.sha256(json.dumps([VERSION, files, options, limits, gauge.key]).encode()).hexdigest()

@@ -87,16 +87,9 @@ def _whole(case: Case) -> Iterator[Line]:
 
     sources = open_splits(case.config, case.family, keep=False, note=case.note)
     case.source = sources["train"]
-    for split, source in sources.items():
+    for source in sources.values():
         if isinstance(source, Files):
             yield from map(Caution, source.cautions)
-        facts = source.facts()
-        if facts["bad"] or facts["overlong"]:
-            yield Caution(
-                f"{facts['bad'] + facts['overlong']:,} of {facts['rows_in_files']:,} {split} rows are left out: "
-                f"{facts['bad']:,} can not be used, {facts['overlong']:,} are too long (data.bad_rows, "
-                "data.overlong_prompts)"
-            )
 
 
 def _few(case: Case) -> Iterator[Line]:
@@ -105,7 +98,7 @@ def _few(case: Case) -> Iterator[Line]:
 
     rows = open_rows(case.config.data, "train")
     tried = _spread(len(rows))
-    anything = Gauge(tokens=lambda _: 0, patches=lambda _: 0, max_tokens=None, max_patches=None, key="")
+    anything = Gauge(tokens=lambda _: 0, patches=lambda _: 0, key="")
     measure = anything if case.family is None else gauge(case.config, case.family, "train")
     found = check_rows(len(tried), lambda i: rows.read(tried[i]), lambda i: rows.name(tried[i]), measure)
     case.prompts = [rows.read(tried[i]) for i in found.usable]

@@ -100,7 +100,7 @@ def test_under_fail_all_bad_rows_are_told_in_one_error(tmp_path):
     many = jsonl(tmp_path / "many.jsonl", [{"prompt": 7, "answer": 1}] * 45)
     (problem,) = told(tmp_path, many)
     lines = problem.splitlines()
-    assert "45 of 45 train rows" in lines[0] and len(lines) == 22 and lines[-1].strip() == "and 25 more"
+    assert "45 of 45 train rows" in lines[0] and len(lines) == 7 and lines[-1].strip() == "and 40 more"
 
 
 def test_a_truncated_animation_gives_its_whole_first_frame_or_is_refused(tmp_path):
@@ -233,6 +233,36 @@ def test_without_a_limit_of_its_own_a_prompt_must_fit_a_microbatch_and_is_never_
     assert found == {
         "train.jsonl:2": ("overlong", "4096 image patches; the limit is 1024 (actor.max_patches_per_microbatch)")
     }
+
+
+@pytest.mark.case("B1")
+def test_what_is_too_long_is_told_with_the_options_that_bind_and_the_values_that_keep_every_row(tmp_path, long_rows):
+    budget = {"max_tokens_per_microbatch": 700, "max_patches_per_microbatch": 4000}
+    source = opened(tmp_path, long_rows, actor=budget, max_prompt_tokens=1000)
+    (said,) = source.cautions
+    assert said.startswith(
+        "1 of 3 train rows are too long and are left out (data.overlong_prompts); to keep all, raise "
+    )
+    whole = opened(tmp_path, long_rows)
+    tokens = len(tiny.family().process(whole[1]).prompt_ids)
+    wanted = {
+        "actor.max_tokens_per_microbatch": tokens + 16, "data.max_prompt_tokens": tokens,
+        "actor.max_patches_per_microbatch": 4096,
+    }  # fmt: skip
+    raised = " and ".join(f"{option} to {value}" for option, value in wanted.items())
+    assert f"raise {raised}\n    row train.jsonl:2: {tokens} tokens" in said
+    actor = {name.split(".")[1]: value for name, value in wanted.items() if name.startswith("actor.")}
+    kept = opened(tmp_path, long_rows, actor=actor, max_prompt_tokens=wanted["data.max_prompt_tokens"])
+    assert (len(kept), kept.cautions) == (3, ())
+    (problem,) = told(tmp_path, long_rows, actor=budget, overlong_prompts="fail")
+    assert f"; raise actor.max_tokens_per_microbatch to {tokens + 16} and " in problem
+
+
+def test_reasons_that_differ_in_numbers_and_names_only_are_told_five_times(tmp_path):
+    rows = [{"prompt": "x" * (600 + i), "answer": 1} for i in range(220)]
+    source = opened(tmp_path, jsonl(tmp_path / "x.jsonl", [*rows, {"prompt": "?", "answer": 1}]), max_prompt_tokens=512)
+    lines = source.cautions[0].splitlines()
+    assert len(lines) == 7 and lines[-1].strip() == "and 215 more"
 
 
 def answers(folder: Path, *lengths: int) -> Path:
@@ -403,10 +433,9 @@ def test_rows_keep_their_order_and_progress_is_told(tmp_path, monkeypatch, threa
     source = opened(tmp_path, jsonl(tmp_path / "x.jsonl", rows), bad_rows="skip", note=notes)
     assert [int(p.answer) for p in source] == [i for i in range(200) if i % 3]
     assert list(refused(source)) == [f"x.jsonl:{i + 1}" for i in range(0, 200, 3)]
-    assert notes[-2:] == [
-        "checked 200 of 200 train rows",
-        "data        133 of 200 train rows can be used; 67 bad, 0 too long",
-    ]
+    assert notes[-3:-1] == ["checked 200 of 200 train rows", "data        133 of 200 train rows can be used; 67 bad"]
+    assert "67 of 200 train rows can not be used and are left out (data.bad_rows)" in notes[-1]
+    assert notes[-1].endswith("and 62 more")
 
 
 def test_row_groups_that_make_shuffled_rows_slow_are_told_with_the_remedy(tmp_path, monkeypatch):

@@ -216,7 +216,11 @@ def test_every_row_is_looked_at_and_what_is_left_out_is_a_warning(recipe):
     found = doctor(recipe, *files, "data.bad_rows=skip")
     assert found.exit_code == 0
     assert "files: 2 training prompts; 5 updates take 40, which is 20 epochs" in facts(found, "data")
-    assert [text for text in cautions(found) if text.startswith("2 of 4 train rows are left out: 2 can not be used, 0")]
+    assert [
+        text
+        for text in cautions(found)
+        if text.startswith("2 of 4 train rows can not be used and are left out (data.bad_rows)")
+    ]
     (text,) = texts(doctor(recipe, *files))
     assert "row bad.jsonl:3: " in text and "row bad.jsonl:4: " in text
 
@@ -227,7 +231,7 @@ def test_without_a_model_the_data_is_still_looked_at(recipe):
     )
     assert len(found.problems) == 1
     assert "4 rows in files; 2 of 4 tried can be read" in facts(found, "data")
-    (said,) = cautions(found)
+    (said,) = [text for text in cautions(found) if "tried" in text]
     assert said.startswith('2 of 4 rows that were tried can not be used, and data.bad_rows = "fail" refuses them')
     assert "row bad.jsonl:3: " in said and "row bad.jsonl:4: " in said
 
