@@ -96,20 +96,34 @@ FIELD_NAMES = {
 
 def suggest(name: str) -> list[str]:
     """The options that a misspelled dotted name may mean, at least one: a key of that very name in other blocks,
-    else the nearest key of the named block, else the nearest of all options.
+    else the nearest key of the named block, else the nearest of all options. Where the block is misspelled, only what
+    that block has.
     """
     block, dot, key = name.lower().partition(".")
+    misspelled = dot and block not in BLOCKS
+    block = (near_block(block) or block) if misspelled else block
+    if f"{block}.{key}" in OPTIONS:
+        return [f"{block}.{key}"]
+    if misspelled and block in BLOCKS and not FIELD_NAMES.get(key, "").startswith(f"{block}."):
+        return [_nearest_key(block, key)]
     if known := FIELD_NAMES.get(key if dot else block):
         return [known]
     same_key = [option for option in OPTIONS if option.split(".")[1] == (key if dot else block)]
     if same_key:
-        near_block = difflib.get_close_matches(block, [option.split(".")[0] for option in same_key], n=1) if dot else []
-        return [option for option in same_key if option.split(".")[0] in near_block] or same_key
+        return same_key
     if block in BLOCKS and dot:
-        return [
-            f"{block}.{nearest(key, (option.split('.')[1] for option in OPTIONS if option.startswith(f'{block}.')))}"
-        ]
+        return [_nearest_key(block, key)]
     return [nearest(name, OPTIONS)]
+
+
+def near_block(name: str) -> str:
+    """The block that a misspelled name is like; empty where it is like none."""
+    return next(iter(difflib.get_close_matches(name.lower(), BLOCKS, n=1)), "")
+
+
+def _nearest_key(block: str, key: str) -> str:
+    keys = (option.split(".")[1] for option in OPTIONS if option.startswith(f"{block}."))
+    return f"{block}.{nearest(key, keys)}"
 
 
 def parse_text(text: str, option: Option | None = None) -> Any:
@@ -140,9 +154,19 @@ class _Draft:
 
     def unknown(self, name: str, origin: str) -> None:
         """Report a name that is no option; a check of the option that it seems to mean would only repeat that."""
+        block, dot, _ = name.partition(".")
+        if dot and block and block.lower() not in BLOCKS and not near_block(block):
+            self.no_block(name, block, origin)
+            return
         near = suggest(name)
         self.suspects.update(near)
         self.problems.append(f"{_key(name)} ({origin}): no such option; did you mean {' or '.join(near)}?")
+
+    def no_block(self, name: str, block: str, origin: str) -> None:
+        near = near_block(block)
+        self.suspects.update(option for option in OPTIONS if near and option.startswith(f"{near}."))
+        remedy = f"did you mean [{near}]?" if near else f"the blocks are {', '.join(BLOCKS)}"
+        self.problems.append(f"{_key(name)} ({origin}): no such block; {remedy}")
 
     def assign(self, name: str, value: Any, origin: str) -> None:
         """Set an option, or one entry inside a table option (``model.config.text.hidden_size``)."""
@@ -177,9 +201,7 @@ class _Draft:
         for block, table in data.items():
             if block not in BLOCKS:
                 if isinstance(table, dict):
-                    near = nearest(block, BLOCKS)
-                    self.suspects.update(name for name in OPTIONS if name.startswith(f"{near}."))
-                    self.problems.append(f"{_key(block)} ({origin}): no such block; did you mean [{near}]?")
+                    self.no_block(block, block, origin)
                 else:  # a key above every block
                     self.unknown(block, origin)
             elif not isinstance(table, dict):
@@ -298,7 +320,7 @@ def load(
     ``file recipes/x.toml``, ``environment STRETTO_ACTOR__LR`` or ``--set``.
 
     Raises ConfigError with every problem at once: names, types, ranges and options that do not fit together.
-    Nothing is asked of the machine here; that is ``stretto.checks.check_machine``.
+    Nothing is asked of the machine here; that is ``stretto.machine_checks.check_machine``.
     """
     resolved = resolve(recipe, sets, environ, training=training)
     if resolved.problems:

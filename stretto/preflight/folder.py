@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from stretto.checks import Problem, run_folder
+from stretto.checks import Problem
+from stretto.machine_checks import run_folder
 from stretto.preflight.case import Case, Caution, Fact, Line
 from stretto.types import StrettoError
 

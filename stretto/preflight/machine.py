@@ -11,12 +11,14 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from stretto import machine as placing
-from stretto.checks import is_local_path, machine_cores, ranges
 from stretto.config import Config
+from stretto.machine_checks import is_local_path, machine_cores, ranges
 from stretto.preflight.case import Case, Caution, Fact, Line, problems_of
 from stretto.types import ConfigError
 
 LIBRARIES = ("torch", "transformers", "ray")
+CROWDED = 2
+"""Processes of one core above which the warning says what they cost."""
 OPEN_FILES = 4096
 """Files that Ray's processes may need at once on a small machine; Ray raises the soft limit itself."""
 
@@ -56,11 +58,14 @@ def _placed(config: Config) -> Iterator[Line]:
     if place.device == "cuda":
         yield Fact(f"{ranks + replicas} GPUs in use: {_count(ranks, 'actor rank')}, {_count(replicas, 'engine')}")
         return
-    for name, count, cores in (("actor.data_parallel", ranks, actor), ("rollout.replicas", replicas, rollout)):
+    sides = (("actor", "actor.data_parallel", ranks, actor), ("rollout", "rollout.replicas", replicas, rollout))
+    for side, name, count, cores in sides:
         if count > len(cores):
             yield Caution(
-                f"{name} = {count} on {_count(len(cores), 'core')}: they share {'it' if len(cores) == 1 else 'them'} "
-                "and take turns rather than run at once; lower it, or give that side more cores"
+                f"{name} = {count} on {_count(len(cores), 'core')} ({ranges(set(cores))}): they share "
+                f"{'it' if len(cores) == 1 else 'them'} and take turns rather than run at once"
+                f"{', each with memory of its own' if count > CROWDED * len(cores) else ''}; lower it to {len(cores)}, or "
+                f"give that side {count} cores (cluster.{side}_cores)"
             )
 
 

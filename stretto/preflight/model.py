@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.checks import model_folder
-from stretto.preflight.case import Case, Fact, Line, problems_of, size
+from stretto.machine_checks import model_folder
+from stretto.preflight.case import Case, Caution, Fact, Line, problems_of, size
 from stretto.types import ConfigError
 
 
@@ -22,6 +22,11 @@ def model(case: Case) -> Iterator[Line]:
         yield from problems_of(error, case.model_name)
         return
     if case.thorough:
+        if not case.config.model.path:
+            yield Caution(
+                "model.path is unset: training starts from random weights, and GRPO learns nothing from a model that is "
+                "never right; make one with `stretto sft RECIPE MODEL` first, and set model.path to it"
+            )
         parameters, version = sizes(case)
         where = case.config.model.path or "random weights by model.config"
         yield Fact(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stretto.checks import reward_function
 from stretto.config import RewardConfig
+from stretto.machine_checks import reward_function
 from stretto.preflight.case import Case, Caution, Fact, Line
 from stretto.rollout.reward import ABSTAINED, Rewarder
 from stretto.types import Prompt, Response, Score, StrettoError

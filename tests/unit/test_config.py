@@ -10,9 +10,10 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from stretto.checks import check, check_machine, shown
+from stretto.checks import check, shown
 from stretto.config import ActorConfig, Config, ModelConfig, RolloutConfig
-from stretto.settings import FIELD_NAMES, OPTIONS, load, suggest
+from stretto.machine_checks import check_machine
+from stretto.settings import BLOCKS, FIELD_NAMES, OPTIONS, load, suggest
 from stretto.types import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -164,9 +165,18 @@ def assert_suggests_real_options(problem: str, separator: str = ".") -> None:
 def test_an_unknown_option_is_named_and_a_real_one_suggested(block, key):
     name = f"{block}.{key}"
     assume(name not in OPTIONS)
-    (problem,) = [p for p in problems(sets=[MODEL, f"{name}=1"]) if "no such option" in p]
+    (problem,) = [p for p in problems(sets=[MODEL, f"{name}=1"]) if "no such" in p]
     assert problem.startswith(f"{name} (--set): ")
-    assert_suggests_real_options(problem)
+    if "no such block" in problem:
+        assert block not in BLOCKS and problem.endswith("the blocks are " + ", ".join(BLOCKS))
+    else:
+        assert_suggests_real_options(problem)
+
+
+def test_of_a_block_that_is_like_none_nothing_is_guessed(tmp_path):
+    listed = "no such block; the blocks are " + ", ".join(BLOCKS)
+    recipe = recipe_of(tmp_path, '[model]\npath = "org/model"\n[wandb]\nsteps = 1\n')
+    assert problems(recipe, ["foo.steps=3"]) == [f"wandb (file {recipe}): {listed}", f"foo.steps (--set): {listed}"]
 
 
 @given(st.text(max_size=30))
@@ -188,6 +198,8 @@ def test_an_unknown_variable_of_the_prefix_is_refused(name):
     [
         ("rollout.temprature", ["rollout.temperature"]),
         ("actr.lr", ["actor.lr"]),
+        ("rolout.max", ["rollout.temperature"]),
+        ("rolout.max_new_tokens", ["rollout.max_response_tokens"]),
         ("rollout.clip_low", ["algorithm.clip_low"]),
         ("lr", ["actor.lr", "sft.lr"]),
         ("Actor.LR", ["actor.lr"]),
@@ -452,6 +464,34 @@ def test_the_recipe_that_makes_a_missing_model_is_named(tmp_path, monkeypatch):
     config, sources = load(Path("recipes/digits.toml"), environ={})
     (problem,) = check_machine(config, sources)
     assert "make it first: stretto sft recipes/digits-sft.toml runs/digits-sft, or " in problem
+
+
+def test_a_recipe_is_proposed_only_where_it_is_sure_to_make_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text('[model]\npath = "runs/other"\n[sft]\nsteps = 3\n')
+    sound = (ROOT / "recipes" / "digits-sft.toml").read_text()
+    (tmp_path / "bad.toml").write_text(sound + "stepps = 3\n")
+
+    def remedy() -> str:
+        config, sources = load(Path("mine.toml"), environ={})
+        (problem,) = check_machine(config, {**sources, "model.path": "file mine.toml"})
+        return problem
+
+    assert "make it first with `stretto sft RECIPE runs/other`" in remedy()  # neither itself nor one that is unsound
+    (tmp_path / "warm.toml").write_text(sound)
+    assert "make it first: stretto sft warm.toml runs/other" in remedy()  # the only one
+    (tmp_path / "hot.toml").write_text(sound)
+    assert "make it first with `stretto sft RECIPE runs/other`" in remedy()
+    (tmp_path / "other.toml").write_text(sound)
+    assert "make it first: stretto sft other.toml runs/other" in remedy()  # by its name
+
+
+def test_the_folder_of_a_run_is_no_model_and_says_how_to_make_one(tmp_path, monkeypatch):
+    step = tmp_path / "run" / "checkpoints" / "step_000003"
+    step.mkdir(parents=True)
+    for path in (tmp_path / "run", step.parent, step):
+        (problem,) = machine_problems([f"model.path={path}"], monkeypatch, {0, 1})
+        assert f"make a model of it with `stretto export {tmp_path / 'run'} OUT`" in problem
 
 
 def test_a_reward_function_must_be_well_formed_and_its_module_found_without_running_it(tmp_path, monkeypatch):
