@@ -80,7 +80,13 @@ def _train(config: Config, sources: dict[str, str], resume: bool, go_on: str) ->
     run: controller.Run | None = None
     try:
         with (
-            make_progress(config.run.updates, first, run_dir=config.run.dir, reward=config.reward.function) as progress,
+            make_progress(
+                config.run.updates,
+                first,
+                run_dir=config.run.dir,
+                reward=config.reward.function,
+                stopping=lambda: STOPS.says,
+            ) as progress,
             controller.open_run(config, sources, progress, found, place) as run,
         ):
             loop.train(run)

@@ -6,7 +6,8 @@ Everything here is plumbing between the controller and ``build``'s parts; what t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ import ray
 from stretto import build, compat, machine
 from stretto.actor_ranks import Actor
 from stretto.config import Config
+from stretto.data.check import Note
 from stretto.embedded import EmbeddedRay
 from stretto.engine_process import create_engine
 from stretto.plane.ray_plane import RayPlane
-from stretto.remote import answers
+from stretto.remote import answers, failure
 from stretto.rollout_process import Rollout
 from stretto.stops import STOPS
 from stretto.types import StrettoError
 
+ENGINE = "rollout engine"
 CLOSE_S = 4.0
 """How long parts may take to end by themselves before their processes are killed."""
 ABORT_S = 2.0
@@ -65,18 +68,23 @@ class WeightStore:
 
 
 class Cluster:
-    """All processes of one run; a context manager that leaves none behind."""
+    """All processes of one run; a context manager that leaves none behind. ``note`` is told of every step of the start,
+    and, from another thread, of what happens to engines; that stays.
+    """
 
-    def __init__(self, config: Config, place: machine.Placement):
-        self.config, self.place = config, place
+    def __init__(self, config: Config, place: machine.Placement, note: Note):
+        self.config, self.place, self.note = config, place, note
+        self._begun = time.monotonic()
         self.own_ray = None if config.cluster.address else EmbeddedRay(Path(config.run.dir) / "logs")
 
     def __enter__(self) -> Cluster:
         try:
             self._start_ray()
-            engines = [create_engine(self.config, self.place, i) for i in range(self.config.rollout.replicas)]
+            self._step("Ray is up")
+            self.engines = [create_engine(self.config, self.place, i) for i in range(self.config.rollout.replicas)]
             self.plane: RayPlane = build.plane(self.config)  # waits for its process, while the engines' come up
-            self.rollout = Rollout(self.config, self.place, self.plane, engines)
+            self._step("the data plane is up")
+            self.rollout = Rollout(self.config, self.place, self.plane, self.engines)
             self.actor = Actor(self.config, self.place, self.plane)
         except BaseException:
             self._stop_ray()
@@ -97,15 +105,44 @@ class Cluster:
 
     def start(self) -> dict[str, Any]:
         """Wait until both sides are ready; what each has set for itself."""
+        self.rollout.watch(lambda text: self.note(text, stays=True))
         rollout = self.rollout.process.start.remote()
+        ranks = {rank.start.remote(): name for rank, name in zip(self.actor.ranks, self.actor.names, strict=True)}
+        engines = {process.start.remote(): ENGINE for process in self.engines}
+        starting = ranks | engines
+        self._loaded(starting, until=ranks)
         actor = self.actor.start()
+        self._loaded(starting, until=engines)
         facts = {"actor": actor, "rollout": answers([rollout], "rollout")[0]}
+        self._step("the rollout side is ready")
         STOPS.check()
         return facts
+
+    def _loaded(self, starting: dict[Any, str], *, until: Iterable[Any]) -> None:
+        """Tell of each process that has loaded its model, and return once all of ``until`` have answered.
+
+        ``starting``: calls that have not been heard of yet; those that are leave it. A rank that fails ends the run; of
+        an engine the rollout process says what becomes of it.
+        """
+        last = set(until)
+        while last & starting.keys():
+            for ref in ray.wait(list(starting), num_returns=1)[0]:
+                name = starting.pop(ref)
+                part, world = (ENGINE, len(self.engines)) if name == ENGINE else ("actor", self.actor.world)
+                if (error := failure(ref, name)) is None:
+                    count = world - sum(other.startswith(part) for other in starting.values())
+                    which = "" if world == 1 else f" {count} of {world}"
+                    self._step(f"{part}{which} has loaded the model")
+                elif part == "actor":
+                    raise error
+
+    def _step(self, text: str) -> None:
+        self.note(f"{text} ({time.monotonic() - self._begun:.0f} s)")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
         STOPS.phase = "ending"
         self.actor.stop_watching()
+        self.rollout.stop_watching()
         died = self.own_ray.died() if self.own_ray is not None else ""
         try:
             if not died:  # else every call would wait for what is gone

@@ -91,8 +91,6 @@ class Run:
                 self.saved = self.done
         for evaluation in self.rollout.evaluations(wait=self.done == self.last):
             self.records.evaluation(evaluation)
-        for note in self.rollout.notes():
-            self.records.note(note)
         self.records.step(step)
         if STOPS.terminated:
             raise Stopped(f"ended by SIGTERM after update {self.done}; a checkpoint holds all of it")
@@ -152,7 +150,10 @@ def open_run(
             )
         try:
             progress.note("starting Ray, the data plane, the actor and the rollout engine")
-            with Cluster(config, place) as cluster, closing(Records(run_dir, first, progress)) as records:
+            with (
+                Cluster(config, place, progress.note) as cluster,
+                closing(Records(run_dir, first, progress)) as records,
+            ):
                 run = Run(config, cluster, source, records, first)
                 facts = cluster.start()
                 manifest.add(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,9 +15,11 @@ from stretto import build, machine
 from stretto.config import Config
 from stretto.engine_process import RemoteEngine, create_engine
 from stretto.plane.ray_plane import PayloadProducer, RayPlane, RayProducer
-from stretto.remote import answers, memory_mib
+from stretto.remote import answers, failure, memory_mib
 from stretto.rollout.router import Offer
 from stretto.types import Evaluation, PartitionPlan, Split
+
+WATCH_S = 0.5
 
 
 class RolloutProcess(PayloadProducer):
@@ -31,6 +34,7 @@ class RolloutProcess(PayloadProducer):
         self._first = dict(enumerate(processes))
         self._engines: dict[int, RemoteEngine] = {}
         self._notes: list[str] = []
+        self._noted = asyncio.Event()
         self._turn, self._turned = 0, asyncio.Event()
 
     async def start(self) -> dict[str, Any]:
@@ -38,15 +42,24 @@ class RolloutProcess(PayloadProducer):
         facts = machine.settle(self.place.rollout_cores, self.config.run.determinism)
         tracer = build.tracer(self.config, "rollout")
         producer = RayProducer(self.plane, "rollout", self, tracer)
-        self.worker, engines = await build.rollout_worker(
-            self.config, producer, tracer, self._engine, note=self._notes.append
-        )
+        self.worker, engines = await build.rollout_worker(self.config, producer, tracer, self._engine, note=self._note)
         return facts | {"engines": engines}
 
     def _engine(self, replica: int) -> RemoteEngine:
         process = self._first.pop(replica, None) or create_engine(self.config, self.place, replica)
         self._engines[replica] = RemoteEngine(process)
         return self._engines[replica]
+
+    def _note(self, text: str) -> None:
+        self._notes.append(text)
+        self._noted.set()
+
+    async def notes(self) -> list[str]:
+        """What happened to engines, one line each: all since the last call, once there is anything."""
+        await self._noted.wait()
+        self._noted.clear()
+        notes, self._notes = self._notes, []
+        return notes
 
     async def offer(self, version: int, refs: list[Any]) -> None:
         self.worker.offer(version, refs)
@@ -55,12 +68,10 @@ class RolloutProcess(PayloadProducer):
         async with self._in_turn(turn):
             report = asyncio.ensure_future(self.worker.run(plan, refs))
         result = await report
-        notes, self._notes[:] = list(self._notes), []
         return result | {
             "engine_restarts": self.worker.router.restarts,
             "engine_rss_mib": max(engine.memory_mib for engine in self._engines.values()),
             "rollout_rss_mib": memory_mib(),
-            "notes": notes,
         }
 
     async def evaluate(self, turn: int, split: Split, prompts: int, version: int, refs: list[Any]) -> Evaluation:
@@ -95,7 +106,8 @@ class Rollout:
         self._turns = 0
         self._runs: dict[int, Any] = {}
         self._evaluations: list[Any] = []
-        self._notes: list[str] = []
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def offer(self, version: int, refs: list[Any]) -> None:
         """A version has been published. In lockstep every partition names its own, and none is wanted earlier."""
@@ -108,14 +120,29 @@ class Rollout:
 
     def report(self, partition: int) -> dict[str, Any]:
         """Counts and times of a partition, once it is generated."""
-        report = answers([self._runs.pop(partition)], "rollout")[0]
-        self._notes += report.pop("notes")
+        report: dict[str, Any] = answers([self._runs.pop(partition)], "rollout")[0]
         return report
 
-    def notes(self) -> list[str]:
-        """What happened to engines, one line each, since the last call."""
-        notes, self._notes = self._notes, []
-        return notes
+    def watch(self, note: Callable[[str], None]) -> None:
+        """From now on ``note`` is called, from another thread, with what happens to engines, when it happens."""
+        self._watcher = threading.Thread(target=self._watch, args=(note,), name="rollout-watch", daemon=True)
+        self._watcher.start()
+
+    def _watch(self, note: Callable[[str], None]) -> None:
+        call = self.process.notes.remote()
+        while not self._closing.wait(WATCH_S):
+            if ray.wait([call], timeout=0)[0]:
+                if failure(call, "rollout") is not None:
+                    return  # whoever waits for its work says so
+                for text in ray.get(call):
+                    note(text)
+                call = self.process.notes.remote()
+
+    def stop_watching(self) -> None:
+        """To be called before Ray is shut down: a call to one that is gone would start another."""
+        self._closing.set()
+        if self._watcher is not None:
+            self._watcher.join(2 * WATCH_S)
 
     def evaluate(self, split: Split, prompts: int, version: int, refs: list[Any]) -> None:
         """Queue an evaluation."""

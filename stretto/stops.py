@@ -52,6 +52,13 @@ class Stops:
         return "SIGTERM" if self.signal is signal.SIGTERM else "Ctrl-C"
 
     @property
+    def says(self) -> str:
+        """For a display: what the run does since it was told to end; empty while it was not."""
+        if self.terminated and self.phase == "training":
+            return "stopping after this update and a checkpoint ..."
+        return "stopping ..." if self.signal or self.cause else ""
+
+    @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.signal or signal.SIGINT]
 

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -207,10 +207,21 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """A display that redraws itself in place, on a terminal."""
+    """A display that redraws itself in place, on a terminal. ``stopping`` is asked at every redrawing: what it says, if
+    anything, takes the place of the times.
+    """
 
-    def __init__(self, updates: int, first_update: int = 0, *, output_log: Path | str, reward: str = EXACT_MATCH):
+    def __init__(
+        self,
+        updates: int,
+        first_update: int = 0,
+        *,
+        output_log: Path | str,
+        reward: str = EXACT_MATCH,
+        stopping: Callable[[], str] = str,
+    ):
         self._course = _Course(updates, first_update, reward)
+        self._stopping = stopping
         self._log = Path(output_log)
         self._note = ""
         self._started = time.monotonic()
@@ -269,12 +280,13 @@ class LiveProgress:
         self._note = ""
 
     def _render(self) -> Group:
-        course, last = self._course, self._course.last
+        course, last, stopping = self._course, self._course.last, self._stopping()
+        so_far = f"{duration(time.monotonic() - self._started)} so far, {duration(course.left_s())} left"
         bar = Table.grid(padding=(0, 2))
         bar.add_row(
             Text(f"update {course.done}/{course.updates}", style="bold"),
             ProgressBar(total=course.updates, completed=course.done, width=30),
-            Text(f"{duration(time.monotonic() - self._started)} so far, {duration(course.left_s())} left"),
+            Text(stopping or so_far, style="bold yellow" if stopping else ""),
         )
         facts = Table.grid(padding=(0, 2))
         if last is not None:
@@ -286,13 +298,21 @@ class LiveProgress:
             facts.add_row("staleness", f"{last.staleness:.1f}")
             facts.add_row("actor waited", f"{waited(last.actor_waited_s)} for rollout")
             facts.add_row("rollout waited", f"{waited(last.rollout_waited_s)} for weights")
-        return Group(bar, facts, Text(self._note, style="dim"))
+        return Group(bar, facts, Text("" if stopping else self._note, style="dim"))
 
 
-def make_progress(updates: int, first_update: int = 0, *, run_dir: Path | str, reward: str = EXACT_MATCH) -> Progress:
+def make_progress(
+    updates: int,
+    first_update: int = 0,
+    *,
+    run_dir: Path | str,
+    reward: str = EXACT_MATCH,
+    stopping: Callable[[], str] = str,
+) -> Progress:
     """The live display where standard output is a terminal that can redraw, else plain lines. ``reward`` is the reward
-    function: evaluations are shown in its terms.
+    function: evaluations are shown in its terms. ``stopping``: see ``LiveProgress``.
     """
     if sys.stdout.isatty() and not Console().is_dumb_terminal:
-        return LiveProgress(updates, first_update, output_log=Path(run_dir) / "output.log", reward=reward)
+        log = Path(run_dir) / "output.log"
+        return LiveProgress(updates, first_update, output_log=log, reward=reward, stopping=stopping)
     return PlainProgress(updates, first_update, reward=reward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tempfile
 import time
@@ -48,7 +49,8 @@ def test_a_signal_while_ray_starts_ends_everything_within_ten_seconds(marked, tm
     output = running.finish(process, LIMIT_S)
     assert time.monotonic() - sent < LIMIT_S
     assert process.returncode == code, output
-    assert output.count("\n") == 1 and "while it started" in output, output
+    *steps, last = output.splitlines()
+    assert "while it started" in last and all(step.endswith(" s)") for step in steps), output
     wait_until_gone(marked, 0.5)
     assert ray_folders() <= before
     (session,) = json.loads((marked / "manifest.json").read_text())["sessions"]
@@ -66,7 +68,16 @@ def test_what_a_reward_started_ends_with_a_killed_driver_and_with_ctrl_c(marked,
     before = ray_folders()
     process = running.start(recipe, "--set", "run.updates=400")
     output = running.wait_for(process, "update 2/400")
-    assert "oken" not in output.replace("tokens/s", "") and "ray" not in output.lower().replace("starting ray", "")
+    assert "oken" not in output.replace("tokens/s", "") and "ray" not in output.lower().replace(
+        "starting ray", ""
+    ).replace("ray is up", "")
+    first, second, *loaded, last = [line for line in output.splitlines() if re.search(r" \(\d+ s\)$", line)]
+    assert first.startswith("Ray is up") and second.startswith("the data plane is up")
+    assert sorted(line.partition(" (")[0] for line in loaded) == [
+        "actor has loaded the model",
+        "rollout engine has loaded the model",
+    ]
+    assert last.startswith("the rollout side is ready")
     assert any("sleep" in p.cmdline() for p in processes_of(marked))
     ports, killed = ports_of(processes_of(marked)), time.time()
     process.kill()

@@ -222,3 +222,23 @@ def test_a_result_stays_above_the_live_display_and_progress_does_not(tmp_path):
     assert sum("8 of 10 rows [bold] can be used" in line for line in lines) == 1
     assert any("checked 10 rows" in line for line in lines)
     assert "checked 10 rows" not in lines[-1] and "starting" in plain(shown).rsplit("checked 10 rows", 1)[1]
+
+
+STOPPING = """
+import sys, time
+from stretto.observe.progress import make_progress
+says = ""
+with make_progress(10, run_dir=sys.argv[1], stopping=lambda: says) as progress:
+    progress.note("starting")
+    time.sleep(0.6)
+    says = "stopping ..."
+    time.sleep(0.6)
+"""
+
+
+def test_the_live_display_says_at_once_that_the_run_stops(tmp_path):
+    shown, status = on_a_terminal(STOPPING, str(tmp_path))
+    assert status == 0
+    before, after = plain(shown).split("stopping ...", 1)
+    assert "so far" in before and "starting" in before
+    assert "so far" not in after and "starting" not in after
