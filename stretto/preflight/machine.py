@@ -64,8 +64,8 @@ def _placed(config: Config) -> Iterator[Line]:
             yield Caution(
                 f"{name} = {count} on {_count(len(cores), 'core')} ({ranges(set(cores))}): they share "
                 f"{'it' if len(cores) == 1 else 'them'} and take turns rather than run at once"
-                f"{', each with memory of its own' if count > CROWDED * len(cores) else ''}; lower it to {len(cores)}, or "
-                f"give that side {count} cores (cluster.{side}_cores)"
+                f"{', each with memory of its own' if count > CROWDED * len(cores) else ''}; lower it to {len(cores)}, "
+                f"or give that side {count} cores (cluster.{side}_cores)"
             )
 
 

@@ -24,8 +24,8 @@ def model(case: Case) -> Iterator[Line]:
     if case.thorough:
         if not case.config.model.path:
             yield Caution(
-                "model.path is unset: training starts from random weights, and GRPO learns nothing from a model that is "
-                "never right; make one with `stretto sft RECIPE MODEL` first, and set model.path to it"
+                "model.path is unset: training starts from random weights, and GRPO learns nothing from a model that "
+                "is never right; make one with `stretto sft RECIPE MODEL` first, and set model.path to it"
             )
         parameters, version = sizes(case)
         where = case.config.model.path or "random weights by model.config"

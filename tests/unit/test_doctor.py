@@ -344,6 +344,7 @@ def test_shared_memory_below_the_object_store_is_a_warning_up_to_where_ray_refus
     ("sets", "words"),
     [
         (("eval.every=0",), "eval.every = 0: nothing is measured"),
+        ((), "model.path is unset: training starts from random weights, and GRPO learns nothing"),
         (("checkpoint.every=0",), "checkpoint.every = 0: a run that is ended"),
         (("reward.function=doctor_rewards:backwards",), "does not score right answers above wrong ones"),
         (("reward.function=doctor_rewards:picky",), "failed for an answer to row digits/train/000000"),
@@ -360,8 +361,9 @@ def test_processes_that_share_cores_few_open_files_and_a_home_that_can_not_be_wr
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
     found = doctor(recipe, "actor.data_parallel=2", "rollout.replicas=3")
     said = "\n".join(cautions(found))
-    assert "actor.data_parallel = 2 on 1 core: they share it" in said
-    assert "rollout.replicas = 3 on 1 core: they share it" in said
+    assert "actor.data_parallel = 2 on 1 core (0): they share it" in said
+    assert "rollout.replicas = 3 on 1 core (1): they share it" in said
+    assert "each with memory of its own; lower it to 1, or give that side 3 cores (cluster.rollout_cores)" in said
     assert found.exit_code == 0
     assert "may open 1024 files" in said and "home folder /nowhere" in said
 
