@@ -30,6 +30,23 @@ Sets = Annotated[
 ]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"stretto {version('stretto')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Post-train vision-language models by hybrid-async GRPO."""
+
+
 @app.command()
 def train(
     recipe: Recipe,
