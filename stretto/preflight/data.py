@@ -153,7 +153,7 @@ def forward(case: Case) -> Iterator[Line]:
     shown = [p for p in case.processed if 0 < len(p.pixel_values) <= PATCHES_TRIED]
     shown = shown or [p for p in case.processed if not len(p.pixel_values)]
     if case.family is None or not shown:
-        yield Fact("not tried, since there is no prompt of a size for it")
+        yield Fact(f"not tried, since {'there is no prompt of a size for it' if case.prompts else case.no_prompts}")
         return
     try:
         try_forward(case.config.model, case.family, min(shown, key=lambda p: len(p.pixel_values)))

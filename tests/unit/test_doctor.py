@@ -255,6 +255,13 @@ def test_neither_the_columns_nor_the_reward_wait_for_a_model_or_for_sound_data(r
 
 
 def test_what_is_left_out_says_what_for(recipe):
+    short = ("data.source=files", 'data.train_files=["good.jsonl"]', "eval.every=0", "rollout.max_response_tokens=1")
+    why = "since there is a problem with rollout.max_response_tokens"
+    found = doctor(recipe, *short)
+    assert facts(found, "forward") == f"not tried, {why}"
+    assert (facts(found, "batches"), facts(found, "reward").split("; ")[1]) == (
+        f"not looked at, {why}", f"it was not tried, {why}"
+    )  # fmt: skip
     found = doctor(recipe, "data.source=files", 'data.train_files=["bad.jsonl"]', "eval.every=0")
     for topic in ("forward", "batches"):
         assert facts(found, topic) == "not looked at, since there is a problem with data.bad_rows"
