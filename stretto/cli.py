@@ -71,6 +71,10 @@ def train(
         with locked(Path(config.run.dir)):
             _train(config, sources, resume, again(str(recipe), set_ or ()))
     except KeyboardInterrupt:
+        STOPS.ignore()
+        if STOPS.cause:
+            print(f"error: {STOPS.cause} while the run started; run the same command again", file=sys.stderr)
+            raise typer.Exit(1) from None
         print(f"stopped by {STOPS.name} while it started; nothing is lost: run the same command again", file=sys.stderr)
         raise typer.Exit(STOPS.exit_code) from None
     finally:

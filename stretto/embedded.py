@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -32,6 +33,8 @@ SOCKET_LIMIT = 107
 VITAL = ("gcs_server", "raylet")
 """Ray's processes without which nothing goes on; without the others a run is complete."""
 WATCH_S = 0.5
+WATCH_START_S = 0.1
+"""Short, since what is not seen alive cannot be missed."""
 KILL_S = 3.0
 PARTS = {"RolloutProcess": "rollout", "EngineProcess": "engine", "ActorProcess": "actor", "LedgerActor": "ledger"}
 
@@ -52,6 +55,7 @@ class EmbeddedRay:
         """Raises StrettoError where Ray does not come up."""
         machine.adopt_orphans()
         self._folder, self._lock = _own_folder()
+        threading.Thread(target=self._watch_start, name="ray-start", daemon=True).start()
         try:
             with compat.ray_on_loopback(), compat.ray_as_a_guest(STOPS.put_off):
                 ray.init(
@@ -81,6 +85,25 @@ class EmbeddedRay:
                 return f"Ray's {name} process ended ({how})"
         return ""
 
+    def _watch_start(self) -> None:
+        """End this process where a vital one of Ray's dies while Ray starts: ``ray.init`` would wait for it for up to a
+        minute, in code that no signal reaches.
+        """
+        seen: dict[psutil.Process, str] = {}
+        while self._failed_start and not self._stopping.wait(WATCH_START_S):
+            for process in psutil.Process().children():
+                with suppress(psutil.NoSuchProcess):
+                    if (name := process.name()) in VITAL and process.pid not in self._others:
+                        seen[process] = name
+            for process, name in seen.items():
+                if _gone(process) and self._failed_start and not self._stopping.wait(WATCH_S):
+                    say = f"error: Ray's {name} process died while Ray started; run the same command again"
+                    print(say, file=sys.stderr, flush=True)
+                    end_processes(self._others)
+                    assert self._folder is not None
+                    shutil.rmtree(self._folder, ignore_errors=True)
+                    os._exit(1)
+
     def _watch(self) -> None:
         while not self._stopping.wait(WATCH_S):
             if cause := self.died():
@@ -105,6 +128,13 @@ class EmbeddedRay:
                 shutil.rmtree(self._folder, ignore_errors=True)
             if self._lock is not None:
                 self._lock.close()
+
+
+def _gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def end_processes(others: Iterable[int]) -> None:

@@ -142,3 +142,19 @@ def test_a_partition_over_the_limit_of_failed_rewards_is_neither_trained_nor_sav
         assert not [e for e in running.jsonl(run, "events.jsonl") if e["name"] == "actor.train" and e["partition"] == 1]
         session = json.loads((run / "manifest.json").read_text())["sessions"][-1]
         assert session["status"] == "failed" and "the grader is down" in session["cause"]
+
+
+def test_gcs_killed_while_ray_starts_ends_the_run_within_seconds(marked, tmp_path):
+    before = ray_folders()
+    process = running.start(running.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
+    limit = time.monotonic() + 60
+    while not (found := [p for p in processes_of(marked) if p.name() == "gcs_server"]):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    time.sleep(0.5)
+    found[0].kill()
+    output = running.finish(process, LIMIT_S)
+    assert process.returncode == 1, output
+    assert output.splitlines()[-1].startswith("error: Ray's gcs_server process"), output
+    wait_until_gone(marked, 0.5)
+    assert ray_folders() <= before
