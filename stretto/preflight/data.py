@@ -74,8 +74,10 @@ def _columns(case: Case) -> Iterator[Problem]:
             yield case.reader.problem(f"data.{name}", why=why)
 
 
-def _spread(rows: int) -> range:
-    return range(0, rows, max(1, rows // SAMPLED_ROWS))
+def _spread(rows: int) -> list[int]:
+    """Rows to look at: not at equal distances, lest all of them be of one kind."""
+    step = max(1, rows // SAMPLED_ROWS)
+    return sorted({min(at + i * (step > 1), rows - 1) for i, at in enumerate(range(0, rows, step))})
 
 
 def _whole(case: Case) -> Iterator[Line]:
