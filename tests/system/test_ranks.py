@@ -97,7 +97,7 @@ def ranks_of(run: Path) -> list[psutil.Process]:
     return sorted(found, key=lambda p: p.pid)
 
 
-@pytest.mark.parametrize("waiting", [False, True])
+@pytest.mark.parametrize("waiting", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_killed_rank_ends_the_run_within_seconds_named_and_all_listened_on_loopback(marked, tmp_path, waiting):
     """While ranks train together, and while they have nothing to do: the driver waits for an engine that is stopped."""
     process = running.start(recipe(tmp_path, run_dir=marked, updates=400))

@@ -71,7 +71,7 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert all(raw[name].tobytes() == again[name].tobytes() for name in raw)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("staleness", [1])  # 0 and 2 are in the long matrix below
 def test_a_second_run_stopped_and_resumed_is_bit_identical_to_a_straight_one(straight, tmp_path, staleness):
     assert_same_run(straight(staleness), stopped_and_resumed_run(tmp_path, staleness, stop_after=2))
 
