@@ -1,7 +1,7 @@
 """A Ray of our own: on loopback, in a folder of its own, watched, and ended with everything that it has started.
 
 A run owns ``<temporary folder>/stretto-ray-…`` (Ray's sessions, sockets and logs) and a lock in it. The lock ends with
-the process, however it ends; what a killed run has left is removed by the next one.
+the process, however it ends; what a killed run has left is removed by its guard (``guard.py``), or by the next run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -22,7 +23,7 @@ from typing import IO, Any
 import psutil
 import ray
 
-from stretto import compat, machine
+from stretto import compat, guard, machine
 from stretto.stops import STOPS
 from stretto.types import StrettoError
 
@@ -48,6 +49,7 @@ class EmbeddedRay:
         self._folder: Path | None = None
         self._lock: IO[str] | None = None
         self._vital: dict[str, Any] = {}
+        self._guard_pipe = -1
         self._stopping = threading.Event()
         self._failed_start = True
 
@@ -55,6 +57,7 @@ class EmbeddedRay:
         """Raises StrettoError where Ray does not come up."""
         machine.adopt_orphans()
         self._folder, self._lock = _own_folder()
+        self._guard_pipe = _guarded(self._folder)
         threading.Thread(target=self._watch_start, name="ray-start", daemon=True).start()
         try:
             with compat.ray_on_loopback(), compat.ray_as_a_guest(STOPS.put_off):
@@ -128,6 +131,7 @@ class EmbeddedRay:
                 shutil.rmtree(self._folder, ignore_errors=True)
             if self._lock is not None:
                 self._lock.close()
+                os.close(self._guard_pipe)
 
 
 def _gone(process: psutil.Process) -> bool:
@@ -164,6 +168,18 @@ def _own_folder() -> tuple[Path, IO[str]]:
     fcntl.flock(lock, fcntl.LOCK_EX)
     (folder / "lock.new").rename(folder / "lock")  # a lock that is there is held
     return folder, lock
+
+
+def _guarded(folder: Path) -> int:
+    """Starts the process that clears ``folder`` and its processes up once this process is gone, killed or not; it holds
+    on to the returned end of a pipe. ``stop`` ends it with all others.
+    """
+    reader, writer = os.pipe()
+    command = [sys.executable, "-I", str(Path(guard.__file__)), str(folder), str(reader)]
+    nothing = subprocess.DEVNULL
+    subprocess.Popen(command, pass_fds=[reader], start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
+    os.close(reader)
+    return writer
 
 
 def _remove_if_left_over(folder: Path) -> None:

@@ -17,7 +17,7 @@ import running
 from processes import processes_of, wait_until_gone
 
 KILLS = int(os.environ.get("KILLS", "60"))
-UPDATES = 450
+UPDATES = 360
 END_S = 10
 """A run that a death ends has ended within this time."""
 VICTIMS = {  # what to look for in the command line of a process

@@ -84,11 +84,11 @@ def test_what_a_reward_started_ends_with_a_killed_driver_and_with_ctrl_c(marked,
     wait_until_gone(marked)
     process.communicate()
     assert_closed(ports, killed)
-    assert len(ray_folders() - before) == 1
+    assert ray_folders() <= before  # cleared up once the driver was gone
 
     process = running.start(recipe, "--set", "run.updates=400", "--resume")
     running.wait_for(process, "update 4/400")
-    assert len(ray_folders() - before) == 1  # its own: what the killed run left is removed
+    assert len(ray_folders() - before) == 1  # its own
     assert any("sleep" in p.cmdline() for p in processes_of(marked))
     pressed = time.monotonic()
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT):

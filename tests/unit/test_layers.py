@@ -33,6 +33,7 @@ TOP = {
     "run_data",
     "evaluate",
     "export",
+    "guard",
     "loop",
     "machine",
     "phase1",
