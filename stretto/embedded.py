@@ -131,6 +131,7 @@ class EmbeddedRay:
                 shutil.rmtree(self._folder, ignore_errors=True)
             if self._lock is not None:
                 self._lock.close()
+            if self._guard_pipe >= 0:
                 os.close(self._guard_pipe)
 
 
