@@ -7,40 +7,16 @@ Every check names the options it reads with their values and where those came fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from stretto import model_table
+from stretto.algorithm_checks import algorithm_problems
 from stretto.config import Config
+from stretto.problems import Problem, Reader
 from stretto.types import ConfigError
-from stretto.wording import Given, shown
+from stretto.wording import shown
 
 LOWEST_TEMPERATURE = 0.01
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One refusal: the options it is about, and the message."""
-
-    names: tuple[str, ...]
-    text: str
-
-
-class Reader:
-    """Words a problem: ``actor.lr = 0.1 (--set), ...: why; remedy``."""
-
-    def __init__(self, config: Config, origins: Mapping[str, str]):
-        self.config = config
-        self.origins = origins
-
-    def problem(self, *names: str, why: str) -> Problem:
-        read = ", ".join(f"{n} = {Given(self._value(n), self.origins.get(n, 'default'))}" for n in names)
-        return Problem(names, f"{read}: {why}")
-
-    def _value(self, name: str) -> Any:
-        block, key = name.split(".")
-        return getattr(getattr(self.config, block), key)
 
 
 def cross_field_problems(config: Config, origins: Mapping[str, str], *, training: bool = True) -> list[Problem]:
@@ -54,6 +30,7 @@ def cross_field_problems(config: Config, origins: Mapping[str, str], *, training
     found += _data(config, reader, training)
     if training:
         found += [*_sampling(config, reader), *_batches(config, reader), *_timeouts(config, reader)]
+        found += algorithm_problems(config, reader)
     return found
 
 
@@ -161,23 +138,16 @@ def _sampling(config: Config, reader: Reader) -> Iterator[Problem]:
             why=f"below {LOWEST_TEMPERATURE} all samples of a group come out the same, so that nothing is learned, and "
             "log-probs magnify rounding by 1 / temperature; set one well above it, such as 1.0",
         )
-    if config.algorithm.advantage == "grpo" and rollout.n_samples_per_prompt == 1:
-        yield reader.problem(
-            "rollout.n_samples_per_prompt",
-            "algorithm.advantage",
-            why="an advantage is the difference to the other samples of the group, and there are none: every one would "
-            "be 0; set n_samples_per_prompt to at least 2",
-        )
     if rollout.top_p < 1:
         yield reader.problem("rollout.top_p", why=f"{measure}; set top_p to 1.0")
     if rollout.top_k > 0:
         yield reader.problem("rollout.top_k", why=f"{measure}; set top_k to 0")
-    if staleness.max > 0 and config.importance_correction == "none":
+    if staleness.max > 0 and config.importance_correction == "none" and config.algorithm.old_policy != "rollout":
         yield reader.problem(
             "staleness.max",
             "algorithm.importance_correction",
-            why='stale samples need an off-policy correction; set importance_correction to "auto" or "tis", '
-            "or staleness.max to 0",
+            why='stale samples need an off-policy correction; set importance_correction to "auto", "tis" '
+            'or "mis", old_policy to "rollout", or staleness.max to 0',
         )
     if staleness.mode == "bounded" and config.run.determinism == "exact":
         yield reader.problem(
@@ -217,21 +187,24 @@ def _batches(config: Config, reader: Reader) -> Iterator[Problem]:
             f"max_tokens_per_microbatch to at least {longest + 1}, better {longest} plus the longest prompt, "
             "or lower max_response_tokens",
         )
-    groups, chunks = config.rollout.prompts_per_partition, config.actor.chunks_per_mini
-    if groups % chunks:
+    groups, chunks, minis = config.rollout.prompts_per_partition, actor.chunks_per_mini, actor.minis_per_partition
+    if groups % (minis * chunks):
         fitting = ", ".join(str(d) for d in range(1, groups + 1) if groups % d == 0)
+        product = "chunks_per_mini" if minis == 1 else "minis_per_partition * chunks_per_mini"
         yield reader.problem(
             "rollout.prompts_per_partition",
+            *(["actor.minis_per_partition"] if minis > 1 else []),
             "actor.chunks_per_mini",
-            why=f"a chunk holds whole prompt groups, equally many each; "
-            f"with {groups} prompts chunks_per_mini can be {fitting}",
+            why="a chunk holds whole prompt groups, equally many each; "
+            f"with {groups} prompts {product} can be {fitting}",
         )
-    samples = groups // chunks * config.rollout.n_samples_per_prompt
+    samples = groups // (minis * chunks) * config.rollout.n_samples_per_prompt
     if config.actor.data_parallel > samples:
         yield reader.problem(
             "actor.data_parallel",
             "rollout.prompts_per_partition",
             "rollout.n_samples_per_prompt",
+            *(["actor.minis_per_partition"] if minis > 1 else []),
             "actor.chunks_per_mini",
             why=f"the samples of a chunk are shared out among the ranks, and there are {max(samples, 1)} in one; set "
             f"data_parallel to at most {max(samples, 1)}, or make chunks larger",

@@ -28,7 +28,9 @@ class Block(BaseModel):
 class RunConfig(Block):
     dir: Folder = Field("runs/default", description="folder of the run: metrics, events, manifest, checkpoints")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of data order, sampling noise and initialisation")
-    updates: PositiveInt = Field(150, description="optimizer updates to train, one per mini")
+    updates: PositiveInt = Field(
+        150, description="optimizer updates to train; a partition takes actor.minis_per_partition * actor.epochs"
+    )
     determinism: Literal["exact", "fast"] = Field(
         "exact", description="exact: bit-identical from run to run, or refused; fast: no such promise"
     )
@@ -97,6 +99,11 @@ class RolloutConfig(Block):
         0, description="top-k sampling; training refuses anything but 0 (off), see docs/training.md"
     )
     stop: tuple[str, ...] = Field((), description="strings that end a response")
+    refill_rounds: NonNegativeInt = Field(
+        0,
+        description="dynamic sampling: groups whose rewards are all equal are dropped and replaced by the next "
+        "prompts, at most this often for a partition; 0: off",
+    )
     replicas: PositiveInt = Field(1, description="engines, each in a process of its own, that share the decode batches")
     max_engine_restarts: NonNegativeInt = Field(
         3, description="engines that may die (or hang) and be replaced in one session; 0: the first death ends the run"
@@ -108,17 +115,68 @@ class RolloutConfig(Block):
 
 
 class AlgorithmConfig(Block):
-    advantage: Literal["grpo"] = Field("grpo", description="(R - group mean) / (unbiased group std + eps)")
-    advantage_eps: NonNegativeFloat = Field(1e-4, description="added to the group standard deviation")
-    clip_low: NonNegativeFloat = Field(0.2, lt=1, description="PPO ratio is clipped below at 1 - clip_low")
-    clip_high: NonNegativeFloat = Field(0.2, description="PPO ratio is clipped above at 1 + clip_high")
-    aggregation: Literal["token_mean", "sequence_mean"] = Field(
-        "token_mean", description="mean over all response tokens, or over samples of each sample's token mean"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "none"] = Field(
+        "grpo", description="how rewards become advantages; none: only a teacher says what to learn"
     )
-    importance_correction: Literal["auto", "none", "tis"] = Field(
-        "auto", description="token-level truncated importance sampling; auto: on when staleness.max > 0"
+    advantage_eps: NonNegativeFloat = Field(1e-4, description="added to the standard deviation that divides advantages")
+    policy_loss: Literal["ppo_clip", "gspo", "cispo"] = Field(
+        "ppo_clip", description="ratio clipped per token, or per sequence; cispo: clipped weight on the log-prob"
     )
-    tis_cap: PositiveFloat = Field(2.0, description="TIS weight is min(exp(old - rollout), tis_cap)")
+    clip_low: float | None = Field(
+        None, ge=0, le=1, description="ratios are clipped below at 1 - clip_low; unset: as published, see docs"
+    )
+    clip_high: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="ratios are clipped above at 1 + clip_high; unset: as published"
+    )
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = Field(
+        "token_mean",
+        description="mean over all response tokens; over samples of each one's token mean; or over samples of token "
+        "sums / rollout.max_response_tokens",
+    )
+    truncated: Literal["train", "mask", "drop"] = Field(
+        "train",
+        description="responses cut by length: train them; mask: reward counts in the group, tokens in no loss; drop: "
+        "neither",
+    )
+    old_policy: Literal["actor", "old_actor", "rollout"] = Field(
+        "actor",
+        description="whose log-probs the ratio starts from: the actor before the update, a snapshot, or the rollout "
+        "engine's own",
+    )
+    old_actor_every: PositiveInt = Field(1, description="policy versions between snapshots, for old_policy = old_actor")
+    importance_correction: Literal["auto", "none", "tis", "mis"] = Field(
+        "auto",
+        description="tis: weights old / rollout, cut at tis_cap; mis: weights outside mis_low and mis_high become 0; "
+        "auto: tis when staleness.max > 0",
+    )
+    importance_level: Literal["token", "sequence"] = Field(
+        "token", description="one importance weight a token, or a response"
+    )
+    tis_cap: PositiveFloat = Field(2.0, description="TIS weight is min(old / rollout, tis_cap)")
+    mis_low: NonNegativeFloat = Field(0.5, description="MIS drops weights below it")
+    mis_high: PositiveFloat = Field(5.0, description="MIS drops weights above it")
+    kl_loss_coef: NonNegativeFloat = Field(0.0, description="KL to the initial policy, added to the loss; 0: off")
+    kl_reward_coef: NonNegativeFloat = Field(
+        0.0, description="KL to the initial policy, taken off the reward of each sample; 0: off"
+    )
+    kl_estimator: Literal["auto", "k1", "k2", "k3"] = Field(
+        "auto", description="estimator of that KL; auto: k3 in the loss, k1 in the reward"
+    )
+    teacher: Folder = Field(
+        "", description="local directory or hub id of a model with the same tokenizer to distil on-policy; empty: none"
+    )
+    teacher_coef: PositiveFloat = Field(
+        1.0, description="weight of log(teacher / old policy), added to the advantage of each token"
+    )
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """``(clip_low, clip_high)`` with the published values in place of unset ones: PPO 0.2 and 0.2
+        (arXiv:1707.06347), GSPO 3e-4 and 4e-4 (arXiv:2507.18071), CISPO no lower bound and weights up to 5
+        (arXiv:2506.13585 leaves its value open; arXiv:2510.13786 finds 4 to 8 alike).
+        """
+        low, high = {"ppo_clip": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}[self.policy_loss]
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
 
 
 class ActorConfig(Block):
@@ -126,11 +184,17 @@ class ActorConfig(Block):
     lr: PositiveFloat = Field(4e-4, description="peak learning rate")
     betas: tuple[Decay, Decay] = Field((0.9, 0.99), description="AdamW betas")
     eps: PositiveFloat = Field(1e-8, description="AdamW epsilon")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")
+    weight_decay: NonNegativeFloat = Field(
+        0.0, description="AdamW weight decay, of matrices alone: norms and biases have none"
+    )
     warmup_updates: NonNegativeInt = Field(5, description="updates of linear learning-rate warm-up")
-    decay_fraction: float = Field(0.3, ge=0, le=1, description="last share of the updates with linear decay")
+    decay_fraction: float = Field(0.3, ge=0, le=1, description="last share of the updates, in which the rate decays")
+    decay_shape: Literal["linear", "cosine"] = Field("linear", description="how it decays")
     decay_to: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a share of the peak")
     grad_clip: PositiveFloat = Field(1.0, description="gradient norm above which gradients are scaled down")
+    freeze: tuple[Literal["vision_tower", "projector"], ...] = Field((), description="parts that are not trained")
+    minis_per_partition: PositiveInt = Field(1, description="optimizer updates that share one rollout batch")
+    epochs: PositiveInt = Field(1, description="times that a rollout batch is trained")
     chunks_per_mini: PositiveInt = Field(2, description="group-aligned chunks of one optimizer mini")
     max_tokens_per_microbatch: PositiveInt = Field(
         8192, description="laid-out LLM tokens of one forward, padding included"
@@ -142,6 +206,9 @@ class ActorConfig(Block):
         "each; auto: shared on the CPU, padded on a GPU or with gradient_checkpointing",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward to save memory")
+    before_logprob_hook: str = Field(
+        "", description="module:function(model, partition, rank), called before phase 1 computes log-probs; empty: none"
+    )
 
     def layout_on(self, device: str) -> Literal["shared", "padded"]:
         """``layout`` with ``auto`` resolved. On a GPU, attention to kept keys and values runs by a slower kernel: there
@@ -150,6 +217,19 @@ class ActorConfig(Block):
         if self.layout == "auto":
             return "shared" if device == "cpu" and not self.gradient_checkpointing else "padded"
         return self.layout
+
+
+class LoraConfig(Block):
+    rank: NonNegativeInt = Field(0, description="rank of LoRA adapters; 0: all weights are trained")
+    alpha: PositiveFloat = Field(32.0, description="adapters are scaled by alpha / rank")
+    dropout: Decay = Field(0.0, description="dropout before adapters, in the training forward alone")
+    targets: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        description="names of the linear layers that get an adapter",
+    )
+    publish: Literal["merged", "adapter"] = Field(
+        "merged", description="what engines get: whole weights with adapters merged in, or the adapters"
+    )
 
 
 class StalenessConfig(Block):
@@ -209,6 +289,7 @@ class Config(Block):
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     actor: ActorConfig = ActorConfig()
+    lora: LoraConfig = LoraConfig()
     staleness: StalenessConfig = StalenessConfig()
     plane: PlaneConfig = PlaneConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -217,9 +298,19 @@ class Config(Block):
     sft: SftConfig = SftConfig()
 
     @property
-    def importance_correction(self) -> Literal["none", "tis"]:
+    def importance_correction(self) -> Literal["none", "tis", "mis"]:
         """``algorithm.importance_correction`` with ``auto`` resolved."""
         choice = self.algorithm.importance_correction
         if choice == "auto":
-            return "tis" if self.staleness.max > 0 else "none"
+            return "tis" if self.staleness.max > 0 and self.algorithm.old_policy != "rollout" else "none"
         return choice
+
+    @property
+    def updates_per_partition(self) -> int:
+        """Optimizer updates between two policy versions."""
+        return self.actor.minis_per_partition * self.actor.epochs
+
+    @property
+    def partitions(self) -> int:
+        """Rollout batches of the whole run, each of which makes one policy version."""
+        return self.run.updates // self.updates_per_partition

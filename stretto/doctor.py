@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stretto.checks import Problem
 from stretto.preflight import Examination
 from stretto.preflight.case import Caution, Finding
+from stretto.problems import Problem
 
 LABEL_WIDTH = 12
 """Columns of the longest topic, with a space on each side of the next word."""

@@ -13,8 +13,9 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from stretto.checks import DATA_EXTENSIONS, SPLITS, Problem, Reader
+from stretto.checks import DATA_EXTENSIONS, SPLITS
 from stretto.config import Config
+from stretto.problems import Problem, Reader
 from stretto.settings import resolve
 from stretto.wording import shown
 

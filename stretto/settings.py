@@ -19,8 +19,9 @@ from typing import Any, Literal, get_origin
 
 from pydantic import ValidationError
 
-from stretto.checks import Problem, cross_field_problems
+from stretto.checks import cross_field_problems
 from stretto.config import Block, Config
+from stretto.problems import Problem
 from stretto.types import ConfigError
 from stretto.wording import Given, form, nearest, shown
 

@@ -34,6 +34,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 FailureKind = Literal["abstained", "raised", "timed_out", "died", "nonfinite", "unscored"]
 """Why a sample has no reward: its function returned None, raised, overran its limit, took its process down or gave NaN;
 or the engine had failed or aborted the response."""
+Truncated = Literal["train", "mask", "drop"]
+"""What becomes of responses that were cut by length, see ``algorithm.truncated``."""
 Split = Literal["train", "validation", "test", "labelled"]
 """Part of a data set; ``labelled`` is the part of ``train`` whose answers supervised training may see."""
 
@@ -128,6 +130,16 @@ class GroupRecord:
     @property
     def global_indexes(self) -> range:
         return range(self.group * self.n, (self.group + 1) * self.n)
+
+    def counted(self, truncated: Truncated) -> tuple[bool, ...]:
+        """Which samples' rewards count in the statistics of their group, under a policy for truncated responses."""
+        return tuple(v and not (cut and truncated == "drop") for v, cut in zip(self.valid, self.truncated, strict=True))
+
+    def trained(self, truncated: Truncated) -> tuple[bool, ...]:
+        """Which samples' tokens carry loss, under a policy for truncated responses."""
+        return tuple(
+            v and not (cut and truncated != "train") for v, cut in zip(self.valid, self.truncated, strict=True)
+        )
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.checks import Problem
 from stretto.config import Config
 from stretto.data.check import Note, silent
 from stretto.preflight.batch import batch
@@ -22,6 +21,7 @@ from stretto.preflight.folder import folder, going_on
 from stretto.preflight.machine import machine
 from stretto.preflight.model import model
 from stretto.preflight.reward import reward
+from stretto.problems import Problem
 from stretto.settings import OPTIONS, Resolved, resolve
 from stretto.types import ConfigError
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from stretto.checks import Problem, Reader
 from stretto.config import Config
 from stretto.plane.protocol import check_capacity
 from stretto.preflight.case import Case, Fact, Line, problems_of, size
+from stretto.problems import Problem, Reader
 from stretto.types import ConfigError, ProcessedPrompt, Prompt
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 
 from stretto import machine
-from stretto.checks import Problem
 from stretto.config import Config
 from stretto.observe.hardware import cgroup_limits, memory_bytes, read_first_line
 from stretto.preflight.case import Case, Caution, Fact, Line, size
 from stretto.preflight.model import sizes
+from stretto.problems import Problem
 
 FLOAT32 = 4
 PROCESS_BYTES = 350 * 2**20

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stretto.checks import Problem, Reader
 from stretto.config import Config
+from stretto.problems import Problem, Reader
 from stretto.types import ConfigError, ProcessedPrompt, Prompt
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: not before the options themselves are sound

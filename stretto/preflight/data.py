@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from stretto.checks import Problem
 from stretto.data.check import Gauge, check_rows, few
 from stretto.data.files import Files, missing_columns, open_rows
 from stretto.data.source import open_source
 from stretto.machine_checks import data_files
 from stretto.preflight.case import Case, Caution, Fact, Line, problems_of
+from stretto.problems import Problem
 from stretto.settings import OPTIONS
 from stretto.types import ConfigError, ProcessedPrompt, Split, StrettoError
 

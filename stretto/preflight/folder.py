@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from stretto.checks import Problem
 from stretto.machine_checks import run_folder
 from stretto.preflight.case import Case, Caution, Fact, Line
+from stretto.problems import Problem
 from stretto.types import StrettoError
 
 

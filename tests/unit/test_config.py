@@ -29,14 +29,20 @@ data.id_column="" data.bad_rows="fail" data.overlong_prompts="skip" data.max_pro
 data.digits=2 data.worked=false data.layout="one-image" data.labelled_images=60 data.shuffle=true
 rollout.engine="hf" rollout.prompts_per_partition=64 rollout.n_samples_per_prompt=8 rollout.groups_per_decode_batch=32
 rollout.max_response_tokens=16 rollout.temperature=1.0 rollout.top_p=1.0 rollout.top_k=0 rollout.stop=[]
-rollout.replicas=1 rollout.max_engine_restarts=3 rollout.engine_timeout_s=600.0
+rollout.refill_rounds=0 rollout.replicas=1 rollout.max_engine_restarts=3 rollout.engine_timeout_s=600.0
 reward.function="exact_match" reward.timeout_s=10.0 reward.workers=1 reward.max_failed_fraction=0.5
-algorithm.advantage="grpo" algorithm.advantage_eps=0.0001 algorithm.clip_low=0.2 algorithm.clip_high=0.2
-algorithm.aggregation="token_mean" algorithm.importance_correction="auto" algorithm.tis_cap=2.0
+algorithm.advantage="grpo" algorithm.advantage_eps=0.0001 algorithm.policy_loss="ppo_clip" algorithm.clip_low=unset
+algorithm.clip_high=unset algorithm.aggregation="token_mean" algorithm.truncated="train" algorithm.old_policy="actor"
+algorithm.old_actor_every=1 algorithm.importance_correction="auto" algorithm.importance_level="token"
+algorithm.tis_cap=2.0 algorithm.mis_low=0.5 algorithm.mis_high=5.0 algorithm.kl_loss_coef=0.0
+algorithm.kl_reward_coef=0.0 algorithm.kl_estimator="auto" algorithm.teacher="" algorithm.teacher_coef=1.0
 actor.data_parallel=1 actor.lr=0.0004 actor.betas=[0.9,0.99] actor.eps=1e-08 actor.weight_decay=0.0
-actor.warmup_updates=5 actor.decay_fraction=0.3 actor.decay_to=0.1 actor.grad_clip=1.0 actor.chunks_per_mini=2
+actor.warmup_updates=5 actor.decay_fraction=0.3 actor.decay_shape="linear" actor.decay_to=0.1 actor.grad_clip=1.0
+actor.freeze=[] actor.minis_per_partition=1 actor.epochs=1 actor.chunks_per_mini=2
 actor.max_tokens_per_microbatch=8192 actor.max_patches_per_microbatch=16384 actor.layout="auto"
-actor.gradient_checkpointing=false
+actor.gradient_checkpointing=false actor.before_logprob_hook=""
+lora.rank=0 lora.alpha=32.0 lora.dropout=0.0
+lora.targets=["q_proj","k_proj","v_proj","o_proj","gate_proj","up_proj","down_proj"] lora.publish="merged"
 staleness.mode="lockstep" staleness.max=1
 plane.backend="ray" plane.capacity_mib=1024 plane.fetch_timeout_s=1800.0 plane.lease_s=1800.0
 checkpoint.every=25 checkpoint.keep=2

@@ -13,10 +13,10 @@ import tiny
 from data_case import Notes, config, jsonl
 
 from stretto.actor.checkpoint import config_hash
-from stretto.checks import Reader
 from stretto.config import DataConfig
 from stretto.data.digits import Digits
 from stretto.machine_checks import data_files
+from stretto.problems import Reader
 from stretto.run_data import open_data, same_as_before
 from stretto.settings import load
 from stretto.types import ConfigError, StrettoError

@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 
 from stretto import cli
 from stretto.actor.checkpoint import Checkpointer, config_hash, rng_tensors
-from stretto.checks import Problem
 from stretto.doctor import show
 from stretto.preflight import TOPICS, Examination, examine
 from stretto.preflight.case import Caution, Fact, Finding
 from stretto.preflight.reward import TRIED_ROWS
+from stretto.problems import Problem
 from stretto.settings import load
 from stretto.stops import STOPS
 from stretto.types import StrettoError

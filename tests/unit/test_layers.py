@@ -13,7 +13,18 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "stretto"
 
-BASE = {"types", "config", "settings", "checks", "compat", "wording", "machine_checks", "model_table"}
+BASE = {
+    "types",
+    "config",
+    "settings",
+    "checks",
+    "compat",
+    "wording",
+    "machine_checks",
+    "model_table",
+    "problems",
+    "algorithm_checks",
+}
 SHARED = {"models", "schedule", "observe"}
 STAGES = {"data", "rollout", "plane", "actor"}
 SWITCHES = {"switches"}
@@ -51,9 +62,11 @@ WITHIN_BASE = {
     "compat": {"types"},
     "wording": {"types"},
     "model_table": {"config", "types", "wording"},
-    "checks": {"config", "types", "wording", "model_table"},
-    "machine_checks": {"checks", "config", "settings", "wording"},
-    "settings": {"checks", "config", "types", "wording"},
+    "problems": {"config", "wording"},
+    "algorithm_checks": {"config", "problems"},
+    "checks": {"algorithm_checks", "config", "problems", "types", "wording", "model_table"},
+    "machine_checks": {"checks", "config", "problems", "settings", "wording"},
+    "settings": {"checks", "config", "problems", "types", "wording"},
 }
 # Modules that implement a seam which an option picks. build.py alone imports them; each exception has its reason.
 IMPLEMENTATIONS = {"stretto.rollout.hf", "stretto.plane.ray_plane"}
