@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from stretto.types import StrettoError
 
 if TYPE_CHECKING:
     from stretto.actor.parallel import RankGroup
-    from stretto.actor.rank import ActorRankCore, Fetch
+    from stretto.actor.rank import ActorRankCore, Fetch, OldPolicyFactory
     from stretto.data.check import Gauge, Note
     from stretto.data.source import Source
     from stretto.models.qwen3_vl import Qwen3VL
@@ -41,9 +41,9 @@ def plane(config: Config) -> Any:
 
 def phase1(config: Config, plane: DataPlane, forward: Forward, tracer: Tracer, device: str) -> Phase1:
     """``device``: the actor's, cpu or cuda."""
-    from stretto.phase1 import WholeMini
+    from stretto.phase1 import WholePartition
 
-    return WholeMini(config, plane, forward, tracer, device)
+    return WholePartition(config, plane, forward, tracer, device)
 
 
 def engine(config: Config, device: str) -> Engine:
@@ -193,11 +193,35 @@ async def _no_plane(*_: Any) -> None:
 
 
 def actor_rank(config: Config, fetch: Fetch, tracer: Tracer, device: str, group: RankGroup) -> ActorRankCore:
-    """One rank of the actor with its model on ``device``."""
-    from stretto.actor.old_policy import DedicatedForward
+    """One rank of the actor with its model on ``device``, and whatever else the algorithm asks for."""
+    import torch
+
+    from stretto.actor.hook import load_hook
+    from stretto.actor.old_policy import DedicatedForward, RolloutLogprobs
     from stretto.actor.rank import ActorRankCore
+    from stretto.actor.teacher import HostedModel
     from stretto.models.loading import load_family, load_model
+    from stretto.models.teacher import load_teacher_family, teacher_config
 
     family = load_family(config.model)
     model = load_model(config.model, config.run.seed, device)
-    return ActorRankCore(config, family, model, fetch, tracer, group, old_policy=DedicatedForward)
+    teacher = None
+    if config.algorithm.teacher:
+        hosted = HostedModel(load_model(teacher_config(config), config.run.seed), torch.device(device))
+        teacher = load_teacher_family(config, family), hosted
+    sources: dict[str, OldPolicyFactory] = {
+        "actor": DedicatedForward,
+        "old_actor": partial(DedicatedForward, tag="old_actor"),
+        "rollout": RolloutLogprobs,
+    }
+    return ActorRankCore(
+        config,
+        family,
+        model,
+        fetch,
+        tracer,
+        group,
+        old_policy=sources[config.algorithm.old_policy],
+        teacher=teacher,
+        hook=load_hook(config.actor.before_logprob_hook),
+    )

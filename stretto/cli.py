@@ -92,7 +92,7 @@ def _train(config: Config, sources: dict[str, str], resume: bool, go_on: str) ->
     for path, why in found.passed_over:
         print(f"passed over {path.name}: {why}")
     begun = time.monotonic()
-    first = int(found.state["cursor"]) if found.path else 0
+    first = int(found.state["cursor"]) * config.updates_per_partition if found.path else 0
     if first >= config.run.updates:
         print(f"finished: the run in {config.run.dir} has trained all of its {config.run.updates} updates")
         return
@@ -114,12 +114,12 @@ def _train(config: Config, sources: dict[str, str], resume: bool, go_on: str) ->
     except (KeyboardInterrupt, controller.Stopped):
         if run is None:
             raise
-        print(what_is_left(run.done, run.saved, config.run.updates, go_on), file=sys.stderr)
+        print(what_is_left(run.updates_done, run.updates_saved, config.run.updates, go_on), file=sys.stderr)
         raise typer.Exit(STOPS.exit_code) from None
     except StrettoError as error:
         if run is None:
             raise
-        raise failed(error, what_is_left(run.done, run.saved, config.run.updates, go_on)) from error
+        raise failed(error, what_is_left(run.updates_done, run.updates_saved, config.run.updates, go_on)) from error
     records = run.records
     evaluated = records.evaluations()
     print(

@@ -35,15 +35,25 @@ class Run:
         self.config = config
         self.source = source
         self.records = records
-        self.first, self.last = first, config.run.updates
+        self.first, self.last = first, config.partitions
         self.done = first
-        """Updates whose training has ended; the cursor."""
+        """Partitions whose training has ended; the cursor."""
         self.saved = first
-        """Updates that the newest checkpoint holds."""
+        """Partitions that the newest checkpoint holds."""
         self.plane, self.actor, self.rollout = cluster.plane, cluster.actor, cluster.rollout
         self.weights = WeightStore(config.staleness.max)
         self.tracer = build.tracer(config, "driver")
         self.phase1: Phase1 = build.phase1(config, self.plane, self.actor.forward, self.tracer, self.actor.place.device)
+
+    @property
+    def updates_done(self) -> int:
+        """Optimizer updates whose training has ended, skipped ones among them."""
+        return self.done * self.config.updates_per_partition
+
+    @property
+    def updates_saved(self) -> int:
+        """Those of them that the newest checkpoint holds."""
+        return self.saved * self.config.updates_per_partition
 
     # What the loop calls -------------------------------------------------------------------------------------------
 
@@ -54,22 +64,28 @@ class Run:
             k, rollout.prompts_per_partition, len(self.source), self.config.run.seed, self.config.data.shuffle
         )
         version = max(0, k - self.config.staleness.max)
-        self.plane.open(k, len(rows), rollout.n_samples_per_prompt, chunks_per_mini=self.config.actor.chunks_per_mini)
+        self.plane.open(
+            k,
+            len(rows),
+            rollout.n_samples_per_prompt,
+            minis=self.config.actor.minis_per_partition,
+            chunks_per_mini=self.config.actor.chunks_per_mini,
+        )
         plan = PartitionPlan(partition=k, version=version, epochs=epochs, rows=rows)
         self.rollout.run(plan, self.weights[version])
 
     @contextmanager
     def step(self, k: int) -> Iterator[Step]:
-        """The body is update k."""
+        """The body is the training of partition k."""
         with self.tracer.span("loop.step", update=k):
             yield Step(k)
 
     def publish(self, version: int, step: Step) -> None:
         """Phase 4: offer ``version``, and queue its evaluation, where one is due, before the partition that it makes.
 
-        A skipped update counts, but moves no bytes: its version has the weights of the one before.
+        A skipped update counts, but moves no bytes: a version without any other has the weights of the one before.
         """
-        if step.metrics["update_skipped"]:
+        if step.metrics["update_skipped"] == self.config.updates_per_partition:
             self.weights.keep(version, self.weights[version - 1])
         else:
             self.weights.keep(version, self.actor.publish(version))
@@ -93,7 +109,7 @@ class Run:
             self.records.evaluation(evaluation)
         self.records.step(step)
         if STOPS.terminated:
-            raise Stopped(f"ended by SIGTERM after update {self.done}; a checkpoint holds all of it")
+            raise Stopped(f"ended by SIGTERM after update {self.updates_done}; a checkpoint holds all of it")
 
     # Around the loop -----------------------------------------------------------------------------------------------
 
@@ -117,12 +133,17 @@ class Run:
         self.rollout.evaluate("validation", self.config.eval.prompts, version, self.weights[version])
 
     def _evaluation_due(self, version: int) -> bool:
-        every = self.config.eval.every
-        return every > 0 and (version % every == 0 or version == self.last)
+        return self.config.eval.every > 0 and (
+            version in (0, self.last) or self._reached(self.config.eval.every, version)
+        )
 
     def _checkpoint_due(self) -> bool:
-        every = self.config.checkpoint.every
-        return STOPS.terminated or self.done == self.last or (every > 0 and self.done % every == 0)
+        return STOPS.terminated or self.done == self.last or self._reached(self.config.checkpoint.every, self.done)
+
+    def _reached(self, every: int, version: int) -> bool:
+        """Whether a multiple of ``every`` updates falls among those that made ``version``."""
+        per = self.config.updates_per_partition
+        return every > 0 and version * per // every > (version - 1) * per // every
 
 
 @contextmanager
@@ -152,7 +173,7 @@ def open_run(
             progress.note("starting Ray, the data plane, the actor and the rollout engine")
             with (
                 Cluster(config, place, progress.note) as cluster,
-                closing(Records(run_dir, first, progress)) as records,
+                closing(Records(run_dir, first, progress, config.updates_per_partition)) as records,
             ):
                 run = Run(config, cluster, source, records, first)
                 facts = cluster.start()

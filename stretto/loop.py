@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stretto.actor.objective import merge_updates
 from stretto.schedule.packing import loss_normaliser
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> None:
     """Train partitions ``run.first`` … ``run.last - 1``; the run's cursor is the next partition to train."""
+    algorithm, longest = run.config.algorithm, run.config.rollout.max_response_tokens
     bound = run.config.staleness.max
     for j in range(run.first, min(run.first + bound + 1, run.last)):
         run.start_rollout(j)
@@ -43,8 +45,11 @@ def train(run: Run) -> None:
                 step.merge(run.actor.advantages(batch.records))
             with step.timed("phase3"):
                 run.plane.ack(*batch.leases)
-                normaliser = loss_normaliser(batch.records, run.config.algorithm.aggregation)
-                step.merge(run.actor.train(batch.mini, normaliser))
+                updates = [
+                    run.actor.train(mini, loss_normaliser(batch.of(mini), algorithm, longest))
+                    for mini in batch.minis * run.config.actor.epochs
+                ]
+                step.merge(merge_updates(updates))
             with step.timed("publish"):
                 run.publish(k + 1, step)
             run.plane.close(k)

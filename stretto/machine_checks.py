@@ -35,6 +35,7 @@ def machine_problems(config: Config, origins: Mapping[str, str]) -> list[Problem
         *machine_cores(config, reader),
         *model_folder(config, reader),
         *reward_function(config, reader),
+        *logprob_hook(config, reader),
         *run_folder(config, reader),
     ]
 
@@ -158,15 +159,22 @@ def _makes_models(recipe: Path, missing: str) -> bool:
 
 
 def reward_function(config: Config, reader: Reader) -> Iterator[Problem]:
-    function = config.reward.function
-    if function == "exact_match":
-        return
-    module, colon, name = function.partition(":")
+    if config.reward.function != "exact_match":
+        yield from _function("reward.function", config.reward.function, "exact_match or module:function", reader)
+
+
+def logprob_hook(config: Config, reader: Reader) -> Iterator[Problem]:
+    if config.actor.before_logprob_hook:
+        yield from _function("actor.before_logprob_hook", config.actor.before_logprob_hook, "module:function", reader)
+
+
+def _function(option: str, value: str, form: str, reader: Reader) -> Iterator[Problem]:
+    module, colon, name = value.partition(":")
     if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-        yield reader.problem("reward.function", why="expected exact_match or module:function")
+        yield reader.problem(option, why=f"expected {form}")
     elif not _module_exists(module):
         yield reader.problem(
-            "reward.function",
+            option,
             why=f"no module {module} is on Python's path; install it, "
             "run from its folder, or put its folder into PYTHONPATH",
         )
@@ -179,7 +187,7 @@ def _module_exists(module: str) -> bool:
     if module in sys.builtin_module_names:
         return True
     for depth, part in enumerate(parts):
-        where = path if path else [os.getcwd(), *sys.path]  # rewards import from the current folder too
+        where = path if path else [os.getcwd(), *sys.path]  # these import from the current folder too
         spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]) if path else part, where)
         if spec is None:
             return False

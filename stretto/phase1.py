@@ -1,8 +1,8 @@
 """Phase 1 as the controller sees it: claim groups, schedule chunks, have the actor fetch and forward them.
 
-This is the seam of switch S: ``WholeMini`` waits for every group of the mini and then forwards its chunks in order. The
-schedule of a chunk is a pure function of that chunk's records, so that whoever forwards chunks as they arrive gets
-the same one.
+This is the seam of switch S: ``WholePartition`` waits for every group of the partition and then forwards its chunks in
+order. The schedule of a chunk is a pure function of that chunk's records, so that whoever forwards chunks as they
+arrive gets the same one.
 """
 
 from __future__ import annotations
@@ -25,22 +25,29 @@ Forward = Callable[[ChunkSchedule, Lease], Callable[[], None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Phase1Batch:
-    """A mini after phase 1: its recorded schedule, its records in group order, and the leases to acknowledge before it
-    trains. ``exposed_wait_s`` are the seconds in which the actor had nothing to forward.
+    """A partition after phase 1: the recorded schedules of its minis, its records in group order, and the leases to
+    acknowledge before it trains. ``exposed_wait_s`` are the seconds in which the actor had nothing to forward.
     """
 
-    mini: Mini
+    minis: tuple[Mini, ...]
     records: tuple[GroupRecord, ...]
     leases: tuple[Lease, ...]
     exposed_wait_s: float
+
+    def of(self, mini: Mini) -> tuple[GroupRecord, ...]:
+        """The records of one mini."""
+        groups = {group for chunk in mini.chunks for group in chunk.groups}
+        return tuple(record for record in self.records if record.group in groups)
 
 
 class Phase1(Protocol):
     def __call__(self, partition: int) -> Phase1Batch: ...
 
 
-class WholeMini:
-    """One claim for the whole mini, then a forward for each chunk; the next is scheduled while one is forwarded."""
+class WholePartition:
+    """One claim for the whole partition, then a forward for each chunk of each mini; the next is scheduled while one is
+    forwarded.
+    """
 
     def __init__(self, config: Config, plane: DataPlane, forward: Forward, tracer: Tracer, device: str):
         self.config = config
@@ -58,27 +65,29 @@ class WholeMini:
             )
         waited = time.monotonic() - begun
         check_versions(lease.records, self.config.staleness)
-        chunks, pending = [], []
-        for index, chunk_groups in enumerate(chunk_ranges(self.config)):
-            part = lease.part(chunk_groups, chunk=index)
-            chunk = schedule_chunk(
-                index,
-                part.records,
-                ranks=self.config.actor.data_parallel,
-                max_tokens=self.config.actor.max_tokens_per_microbatch,
-                max_patches=self.config.actor.max_patches_per_microbatch,
-                layout=self.config.actor.layout_on(self.device),
-            )
-            pending.append(self.forward(chunk, part))
-            chunks.append(chunk)
+        minis, pending = [], []
+        for mini, ranges in enumerate(chunk_ranges(self.config)):
+            chunks = []
+            for index, chunk_groups in enumerate(ranges):
+                part = lease.part(chunk_groups, chunk=index, mini=mini)
+                chunk = schedule_chunk(
+                    index,
+                    part.records,
+                    ranks=self.config.actor.data_parallel,
+                    max_tokens=self.config.actor.max_tokens_per_microbatch,
+                    max_patches=self.config.actor.max_patches_per_microbatch,
+                    layout=self.config.actor.layout_on(self.device),
+                )
+                pending.append(self.forward(chunk, part))
+                chunks.append(chunk)
+            minis.append(Mini(partition=partition, index=mini, chunks=tuple(chunks)))
         for finish in pending:
             finish()
-        mini = Mini(partition=partition, index=0, chunks=tuple(chunks))
-        return Phase1Batch(mini=mini, records=lease.records, leases=(lease,), exposed_wait_s=waited)
+        return Phase1Batch(minis=tuple(minis), records=lease.records, leases=(lease,), exposed_wait_s=waited)
 
 
-def chunk_ranges(config: Config) -> list[range]:
-    """Chunk c of a mini is groups [c * g, (c + 1) * g)."""
-    groups, chunks = config.rollout.prompts_per_partition, config.actor.chunks_per_mini
-    g = groups // chunks
-    return [range(c * g, (c + 1) * g) for c in range(chunks)]
+def chunk_ranges(config: Config) -> list[list[range]]:
+    """The groups of each chunk of each mini, in order and equally many: by mini, then by chunk."""
+    minis, chunks = config.actor.minis_per_partition, config.actor.chunks_per_mini
+    g = config.rollout.prompts_per_partition // (minis * chunks)
+    return [[range((m * chunks + c) * g, (m * chunks + c + 1) * g) for c in range(chunks)] for m in range(minis)]

@@ -22,7 +22,7 @@ REMIND = 10
 
 
 class Step:
-    """What is known of one update, gathered while it runs."""
+    """What is known of the training of partition ``k``, gathered while it runs."""
 
     def __init__(self, k: int):
         self.k = k
@@ -43,7 +43,7 @@ class Step:
 
     def add(self, batch: Phase1Batch, rollout: Mapping[str, Any]) -> None:
         """Counts of the partition, of its schedule, and of the rollout side's report about it."""
-        records, mini = batch.records, batch.mini
+        records, chunks = batch.records, [chunk for mini in batch.minis for chunk in mini.chunks]
         lags = [r.partition - v for r in records for v in r.version_start]
         lengths = [n for r in records for n in r.response_tokens]
         truncated = [t for r in records for t in r.truncated]
@@ -62,8 +62,8 @@ class Step:
             "mixed_version_samples": sum(
                 v != end for r in records for v, end in zip(r.version_start, r.version_end, strict=True)
             ),
-            "microbatches": sum(len(chunk.ranks[0]) for chunk in mini.chunks),
-            "fill": sum(chunk.fill for chunk in mini.chunks) / len(mini.chunks),
+            "microbatches": sum(len(chunk.ranks[0]) for chunk in chunks),
+            "fill": sum(chunk.fill for chunk in chunks) / len(chunks),
         }
 
 
@@ -83,8 +83,9 @@ class Records:
     work and moves aside. ``tokens`` and ``training_s``, the seconds of all updates, are those of this session.
     """
 
-    def __init__(self, run_dir: Path, first: int, progress: Progress):
+    def __init__(self, run_dir: Path, first: int, progress: Progress, updates_per_partition: int = 1):
         self._progress = progress
+        self._per = updates_per_partition
         self._run_dir = run_dir
         with writing(run_dir):
             self._metrics = MetricsWriter(run_dir, first)
@@ -149,7 +150,7 @@ class Records:
         self._say_if_without_signal(step.k, metrics)
         self._progress.step(
             StepReport(
-                update=step.k,
+                update=(step.k + 1) * self._per - 1,
                 reward=metrics.get("reward_mean", math.nan),
                 tokens_per_s=metrics["tokens_per_s"],
                 staleness=metrics["staleness_mean"],
@@ -165,8 +166,9 @@ class Records:
         if self._without_signal == 1 or (self._without_signal and self._without_signal % REMIND == 0):
             row = "" if self._without_signal == 1 else f", as for {self._without_signal} updates in a row"
             self.note(
-                f"update {k + 1}: the rewards of each of its {metrics['groups']:.0f} groups are equal{row}, so that it "
-                "learnt nothing; look at the reward, the temperature and how hard the prompts are"
+                f"update {(k + 1) * self._per}: the rewards of each of its {metrics['groups']:.0f} groups are "
+                f"equal{row}, so that it learnt nothing; look at the reward, the temperature and how hard the prompts "
+                "are"
             )
 
     def close(self) -> None:

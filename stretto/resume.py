@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -94,7 +95,7 @@ def _refuse_unless_none_was_due(config: Config, folder: Path, trained: int, foun
     if broken:
         problem = "none of its checkpoints can be used:\n" + "".join(f"  {line}\n" for line in broken)
     elif trained >= _first_checkpoint(config, folder):
-        problem = f"metrics.jsonl holds {trained} updates, but checkpoints/ holds no checkpoint; "
+        problem = f"metrics.jsonl holds {trained} steps, but checkpoints/ holds no checkpoint; "
     else:
         return
     raise StrettoError(
@@ -104,11 +105,12 @@ def _refuse_unless_none_was_due(config: Config, folder: Path, trained: int, foun
 
 
 def _first_checkpoint(config: Config, folder: Path) -> int:
-    """The update after which the run in ``folder`` saves first, as it was started: its options may change since."""
+    """The partition after which the run in ``folder`` saves first, as it was started: its options may change since."""
     was = config.model_dump()
     with suppress(StrettoError, LookupError):  # without a manifest that can be read, these options have to do
         was = read_manifest(folder)["sessions"][-1]["config"]
-    return int(was["checkpoint"]["every"] or was["run"]["updates"])
+    per = was["actor"].get("minis_per_partition", 1) * was["actor"].get("epochs", 1)
+    return math.ceil(int(was["checkpoint"]["every"] or was["run"]["updates"]) / per)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Checkpoints: whole or not at all. Tensors in safetensors files, everything else in ``state.json``; no pickle.
 
-``step_000012/`` holds ``masters`` (float32 parameters), ``optimizer``, ``rng`` and one ``published_000011`` a kept
-version, all ``.safetensors``; of several actor ranks each writes what it owns, as ``masters-0-of-2`` and so on.
+``step_000012/`` holds ``masters`` (float32 parameters), ``optimizer``, ``rng``, ``old_actor`` where there is such a
+snapshot, and one ``published_000011`` a kept version, all ``.safetensors``; of several actor ranks each writes what it
+owns, as ``masters-0-of-2`` and so on.
 ``state.json`` is written last, with the size and SHA-256 of each of them. The folder is written as
 ``step_000012.tmp``, synced and renamed, so that a reader sees a whole one or none.
 
@@ -203,11 +204,13 @@ class Checkpointer:
             temporary.mkdir()
 
     def write(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], rank: int = 0, world: int = 1) -> Entries:
-        """Every rank, after ``begin``: its shard of ``masters``, ``optimizer`` and ``rng``. Returns what ``commit``
-        wants to know of it. Raises StrettoError as ``commit``, but leaves the folder to the siblings that write to it.
+        """Every rank, after ``begin``: its shard of each kind of ``tensors``, of ``KINDS`` at least.
+
+        Returns what ``commit`` wants to know of it. Raises StrettoError as ``commit``, but leaves the folder to the
+        siblings that write to it.
         """
         with self._saving(step, remove=False) as temporary:
-            names = {kind: shard_name(kind, rank, world) for kind in KINDS}
+            names = {kind: shard_name(kind, rank, world) for kind in tensors}
             return {name: _write(temporary / name, tensors[kind]) for kind, name in names.items()}
 
     def commit(

@@ -1,14 +1,15 @@
 """Where old-policy log-probs come from: the seam of phase 1.
 
-``DedicatedForward`` computes them before training, by a forward without gradient. Another implementation may do
-nothing in phase 1 and let the training forward's own values stand in (it then returns ``new_T`` itself): the
-stages call both methods in every condition and do not know which one was built.
+``DedicatedForward`` computes them before training, by a forward without gradient; ``RolloutLogprobs`` takes what the
+rollout engine reported. Another implementation may do nothing in phase 1 and let the training forward's own values
+stand in (it then returns ``new_T`` itself): the stages call the same methods in every condition and do not know which
+one was built.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +19,81 @@ from stretto.models.batch import SampleBatch
 from stretto.observe.trace import Tracer
 from stretto.types import StrettoError
 
+Role = Literal["old", "ref", "teacher"]
+ROLES: dict[Role, str] = {"old": "old-policy", "ref": "reference", "teacher": "teacher"}
+Collate = Callable[[], SampleBatch]
+"""Lays a microbatch out when it is called."""
+
+
+class KeptForward:
+    """A forward without gradient, with the microbatches of training; its log-probs are kept per sample in host memory.
+
+    ``role`` names it in spans.
+    """
+
+    def __init__(self, family: Family, model: nn.Module, temperature: float, tracer: Tracer, role: Role):
+        self._family, self._model, self._temperature, self._tracer = family, model, temperature, tracer
+        self.role = role
+        self._kept: dict[int, Tensor] = {}
+
+    def prepare(self, samples: Sequence[int], collate: Collate, inert: bool = False) -> None:
+        """Forward one microbatch; an ``inert`` one only keeps ranks in step, its values are not kept."""
+        count = 0 if inert else len(samples)
+        with self._tracer.span("actor.forward", role=self.role, samples=count, inert=inert), torch.no_grad():
+            batch = collate()
+            logprobs_T, _ = forward_logprobs(self._family, self._model, batch, self._temperature)
+            host = logprobs_T.cpu()
+        if not inert:
+            self._kept.update(zip(samples, host.split(list(batch.lengths)), strict=True))
+
+    def kept(self, sample: int) -> Tensor:
+        """Log-probs of one sample's response, float32 [R], on the host. Raises StrettoError as ``values``."""
+        if sample not in self._kept:
+            raise StrettoError(f"no {ROLES[self.role]} log-probs for samples {[sample]}: phase 1 did not forward them")
+        return self._kept[sample]
+
+    def values(self, samples: Sequence[int], like_T: Tensor) -> Tensor:
+        """Log-probs float32 [T] of several samples in row order, on the device of ``like_T``, which has their length.
+
+        Raises StrettoError for a sample that phase 1 did not see, or saw with another length.
+        """
+        missing = [index for index in samples if index not in self._kept]
+        if missing:
+            raise StrettoError(f"no {ROLES[self.role]} log-probs for samples {missing}: phase 1 did not forward them")
+        kept_T = torch.cat([self._kept[index] for index in samples])
+        if kept_T.shape != like_T.shape:
+            raise StrettoError(
+                f"samples {list(samples)}: {len(kept_T)} {ROLES[self.role]} log-probs for {len(like_T)} tokens"
+            )
+        return kept_T.to(like_T.device)
+
+    def end_partition(self) -> None:
+        """Forget what was kept."""
+        self._kept.clear()
+
 
 class OldPolicySource(Protocol):
-    """Supplies log-probs under the weights before the update."""
+    """Supplies log-probs under the weights that the PPO ratio starts from."""
 
-    def prepare(self, samples: Sequence[int], collate: Callable[[], SampleBatch], inert: bool = False) -> None:
+    tag: Literal["actor", "old_actor"]
+    """The weights that ``prepare`` wants to find in the model."""
+
+    def prepare(self, samples: Sequence[int], collate: Collate, inert: bool = False) -> None:
         """Phase 1, once for each microbatch; ``collate`` lays it out when called. An ``inert`` one only keeps ranks in
         step: its values are not kept, and ``values`` is never asked for them.
         """
         ...
 
-    def values(self, samples: Sequence[int], new_T: Tensor) -> Tensor:
-        """Phase 3: float32 [T] in row order, without gradient. ``new_T``: the training forward's values, detached."""
+    def known(self, sample: int) -> Tensor | None:
+        """Phase 2: float32 [R] of one sample on the host, or None where nothing is known before the training forward
+        or what is known is not the actor's own.
+        """
+        ...
+
+    def values(self, samples: Sequence[int], new_T: Tensor, rollout_T: Tensor) -> Tensor:
+        """Phase 3: float32 [T] in row order, without gradient. ``new_T``: the training forward's values, detached;
+        ``rollout_T``: the rollout engine's.
+        """
         ...
 
     def end_partition(self) -> None:
@@ -38,31 +102,51 @@ class OldPolicySource(Protocol):
 
 
 class DedicatedForward:
-    """A forward of its own, without gradient, with the microbatches of training; kept per sample in host memory."""
+    """A forward of its own before training, under the actor's weights or a snapshot of them."""
 
-    def __init__(self, family: Family, model: nn.Module, temperature: float, tracer: Tracer):
-        self._family, self._model, self._temperature, self._tracer = family, model, temperature, tracer
-        self._kept: dict[int, Tensor] = {}
+    def __init__(
+        self,
+        family: Family,
+        model: nn.Module,
+        temperature: float,
+        tracer: Tracer,
+        tag: Literal["actor", "old_actor"] = "actor",
+    ):
+        self.tag = tag
+        self._forward = KeptForward(family, model, temperature, tracer, "old")
 
-    def prepare(self, samples: Sequence[int], collate: Callable[[], SampleBatch], inert: bool = False) -> None:
-        count = 0 if inert else len(samples)
-        with self._tracer.span("actor.forward", role="old", samples=count, inert=inert), torch.no_grad():
-            batch = collate()
-            logprobs_T, _ = forward_logprobs(self._family, self._model, batch, self._temperature)
-            host = logprobs_T.cpu()
-        if inert:
-            return
-        self._kept.update(zip(samples, host.split(list(batch.lengths)), strict=True))
+    def prepare(self, samples: Sequence[int], collate: Collate, inert: bool = False) -> None:
+        self._forward.prepare(samples, collate, inert)
 
-    def values(self, samples: Sequence[int], new_T: Tensor) -> Tensor:
+    def known(self, sample: int) -> Tensor | None:
+        return self._forward.kept(sample) if self.tag == "actor" else None
+
+    def values(self, samples: Sequence[int], new_T: Tensor, rollout_T: Tensor) -> Tensor:
         """Raises StrettoError for a sample that phase 1 did not see, or saw with another length."""
-        missing = [index for index in samples if index not in self._kept]
-        if missing:
-            raise StrettoError(f"no old-policy log-probs for samples {missing}: phase 1 did not forward them")
-        old_T = torch.cat([self._kept[index] for index in samples])
-        if old_T.shape != new_T.shape:
-            raise StrettoError(f"samples {list(samples)}: {len(old_T)} old-policy log-probs for {len(new_T)} tokens")
-        return old_T.to(new_T.device)
+        return self._forward.values(samples, new_T)
 
     def end_partition(self) -> None:
-        self._kept.clear()
+        self._forward.end_partition()
+
+
+class RolloutLogprobs:
+    """What the rollout engine reported when it sampled: no forward at all. The ratio then corrects for stale samples,
+    and for any difference between engine and actor.
+    """
+
+    tag: Literal["actor", "old_actor"] = "actor"
+
+    def __init__(self, family: Family, model: nn.Module, temperature: float, tracer: Tracer):
+        pass
+
+    def prepare(self, samples: Sequence[int], collate: Collate, inert: bool = False) -> None:
+        pass
+
+    def known(self, sample: int) -> Tensor | None:
+        return None
+
+    def values(self, samples: Sequence[int], new_T: Tensor, rollout_T: Tensor) -> Tensor:
+        return rollout_T
+
+    def end_partition(self) -> None:
+        pass

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stretto.actor.advantage import GroupRelative
+from stretto.actor.advantage import estimator
 from stretto.actor.checkpoint import (
     Checkpointer,
     Entries,
@@ -26,24 +24,28 @@ from stretto.actor.checkpoint import (
 )
 from stretto.actor.evidence import RankEvidence
 from stretto.actor.forward import Family
-from stretto.actor.objective import MicrobatchRows, grpo_objective, step_metrics
-from stretto.actor.old_policy import DedicatedForward, OldPolicySource
+from stretto.actor.hook import Hook
+from stretto.actor.kl import kl_estimate
+from stretto.actor.kl import resolve as resolve_estimator
+from stretto.actor.objective import MicrobatchRows, policy_objective, step_metrics
+from stretto.actor.old_policy import ROLES, DedicatedForward, KeptForward, OldPolicySource, Role
 from stretto.actor.optim import warmup_constant_decay
-from stretto.actor.parallel import RankGroup
+from stretto.actor.others import OtherPolicy, fingerprint_of
+from stretto.actor.parallel import RankGroup, reduce_sum
+from stretto.actor.samples import Samples
+from stretto.actor.teacher import HostedModel
 from stretto.actor.trainer import Trainer
 from stretto.actor.weights import WeightTags, iter_buckets
 from stretto.config import Config
-from stretto.models.batch import SampleBatch, SampleInput
-from stretto.observe.fingerprint import TensorSum, column_sum, combine, fingerprint, fingerprint_record, tensor_sums
+from stretto.models.batch import SampleBatch
+from stretto.observe.fingerprint import column_sum, combine, fingerprint, fingerprint_record, tensor_sums
 from stretto.observe.trace import Tracer
 from stretto.types import (
-    GROUP_FIELDS,
     ChunkSchedule,
     GroupFields,
     GroupRecord,
     Microbatch,
     Mini,
-    ProcessedPrompt,
     StrettoError,
     WeightBucket,
 )
@@ -54,22 +56,11 @@ OldPolicyFactory = Callable[[Family, nn.Module, float, Tracer], OldPolicySource]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """One sample as this rank keeps it from phase 1 to the end of the partition."""
-
-    input: SampleInput
-    rollout: np.ndarray
-    valid: bool
-    reward: float
-    versions: tuple[int, int]
-    """Policy version at its first and at its last token."""
-
-
 class ActorRankCore:
     """Trains on what ``fetch`` brings, by the schedule that the controller built.
 
-    ``old_policy`` builds the source of old-policy log-probs; ``group`` is this rank's place among its siblings.
+    ``old_policy`` builds the source of old-policy log-probs; ``group`` is this rank's place among its siblings;
+    ``teacher`` is the family and the model of one to distil, ``hook`` what to call before log-probs are computed.
     """
 
     def __init__(
@@ -81,11 +72,13 @@ class ActorRankCore:
         tracer: Tracer,
         group: RankGroup | None = None,
         old_policy: OldPolicyFactory = DedicatedForward,
+        teacher: tuple[Any, HostedModel] | None = None,
+        hook: Hook | None = None,
     ):
         self.config, self.family, self.model, self.fetch, self.tracer = config, family, model, fetch, tracer
         self.group = group or RankGroup()
         self.device = next(model.parameters()).device
-        actor = config.actor
+        actor, algorithm = config.actor, config.algorithm
         lr = warmup_constant_decay(
             peak=actor.lr,
             warmup=actor.warmup_updates,
@@ -95,11 +88,21 @@ class ActorRankCore:
         )
         temperature = config.rollout.temperature
         self.trainer = Trainer(family, model, actor, lr, temperature=temperature, group=self.group)
-        self.old_policy = old_policy(family, model, temperature, tracer)
-        self.estimator = GroupRelative(config.algorithm.advantage_eps)
         self.tags = WeightTags(model)
+        self.old_policy = old_policy(family, model, temperature, tracer)
+        self.estimator = estimator(algorithm)
+        self.hook = hook
+        self.reference: OtherPolicy | None = None
+        if algorithm.kl_loss_coef > 0 or algorithm.kl_reward_coef > 0:
+            self.tags.save("ref")
+            forward = KeptForward(family, model, temperature, tracer, "ref")
+            self.reference = OtherPolicy(family, forward, lambda: self.tags.active("ref"), fingerprint_of(model))
+        self.teacher: OtherPolicy | None = None
+        if teacher is not None:
+            teacher_family, hosted = teacher
+            forward = KeptForward(teacher_family, hosted.model, temperature, tracer, "teacher")
+            self.teacher = OtherPolicy(teacher_family, forward, hosted.resident, fingerprint_of(hosted.model))
         self.checkpointer = Checkpointer(Path(config.run.dir) / "checkpoints", config.checkpoint.keep)
-        self._suppressed = family.suppressed_V.cpu().numpy()
         self.end_partition()
 
     # Phases --------------------------------------------------------------------------------------------------------
@@ -115,64 +118,113 @@ class ActorRankCore:
         n = records[0].n
         wanted = sorted({index // n for microbatch in mine for index in microbatch.samples})
         owned = sorted({index // n for microbatch in mine if not microbatch.inert for index in microbatch.samples})
+        if self.samples.partition < 0:
+            self._begin(records[0].partition)
         with self.tracer.span(
             "actor.fetch", partition=records[0].partition, chunk=chunk.chunk, groups=len(wanted)
         ) as attrs:
             payloads = self.fetch(refs, wanted)
             attrs["bytes"] = sum(_bytes(fields) for fields in payloads.values())
         for group in wanted:
-            self._take(by_group[group], payloads[group])
-        self._groups.update((group, by_group[group]) for group in owned)
-        with self.tags.active("actor"):  # old-policy means the actor's own weights, whatever else was swapped in
+            self.samples.take(by_group[group], payloads[group])
+        self.samples.records.update((group, by_group[group]) for group in owned)
+        with self.tags.active(self.old_policy.tag):
             for microbatch in mine:
-                self.old_policy.prepare(
-                    microbatch.samples, partial(self._collate, microbatch.samples), inert=microbatch.inert
-                )
+                collate = partial(self._collate, self.family, microbatch.samples)
+                self.old_policy.prepare(microbatch.samples, collate, inert=microbatch.inert)
+        for other in self._others():
+            with other.resident():
+                for microbatch in mine:
+                    collate = partial(self._collate, other.family, microbatch.samples)
+                    other.forward.prepare(microbatch.samples, collate, inert=microbatch.inert)
         real = [index for microbatch in mine if not microbatch.inert for index in microbatch.samples]
-        self._indexes.extend(real)
+        self.samples.owned.extend(real)
         return {"samples": len(real), "groups": len(owned), "microbatches": len(mine), "fill": chunk.fill}
+
+    def _begin(self, partition: int) -> None:
+        """What comes before the first forward of a partition."""
+        self.samples.partition = partition
+        if self.old_policy.tag == "old_actor" and partition % self.config.algorithm.old_actor_every == 0:
+            self.tags.save("old_actor")
+        if self.hook is not None:
+            with self.tracer.span("actor.hook", partition=partition):
+                self.hook(model=self.model, partition=partition, rank=self.group.rank)
+
+    def _others(self) -> list[OtherPolicy]:
+        return [other for other in (self.reference, self.teacher) if other is not None]
 
     def phase2(self, records: Sequence[GroupRecord]) -> dict[str, float]:
         """Advantages over the full batch: ``records`` are all groups of the partition, on every rank."""
         indexes = [index for record in records for index in record.global_indexes]
-        valid = [v for record in records for v in record.valid]
-        rewards = [r for record in records for r in record.rewards]
+        valid = torch.tensor([v for record in records for v in record.valid])
+        rewards = torch.tensor([r for record in records for r in record.rewards], dtype=torch.float64)
+        counted = [c for record in records for c in record.counted(self.config.algorithm.truncated)]
         with self.tracer.span("actor.advantages", samples=len(indexes)):
+            metrics = {}
+            judged = rewards
+            if self.config.algorithm.kl_reward_coef > 0:
+                kl = self._reward_kl(indexes)
+                judged = rewards - self.config.algorithm.kl_reward_coef * kl
+                metrics["reward_kl_mean"] = float(kl[valid].mean()) if valid.any() else 0.0
             result = self.estimator(
-                torch.tensor(rewards, dtype=torch.float64),
-                torch.tensor(valid, dtype=torch.bool),
+                judged,
+                torch.tensor(counted, dtype=torch.bool),
                 torch.tensor([record.group for record in records for _ in record.rewards]),
             )
-        self._advantages.update(zip(indexes, result.advantages_B.tolist(), strict=True))
-        metrics = {
+        self.samples.advantages.update(zip(indexes, result.advantages_B.tolist(), strict=True))
+        metrics |= {
             "groups": float(result.groups),
             "zero_signal_groups": float(result.zero_signal_groups),
             "samples": float(len(indexes)),
-            "failed_samples": float(len(valid) - sum(valid)),
+            "failed_samples": float(len(valid) - int(valid.sum())),
         }
-        return metrics if math.isnan(result.mean_reward) else metrics | {"reward_mean": result.mean_reward}
+        return metrics | ({"reward_mean": float(rewards[valid].mean())} if valid.any() else {})
+
+    def _reward_kl(self, indexes: Sequence[int]) -> Tensor:
+        """Estimated KL(old policy || reference) of each sample in nats, float64 [B] on the host: the sum over its
+        response tokens, the same on every rank.
+
+        Raises:
+            StrettoError: the actor's own log-probs before the update are not known.
+        """
+        assert self.reference is not None
+        kind = resolve_estimator(self.config.algorithm.kl_estimator, "reward")
+        owned = set(self.samples.owned)
+        sums = torch.zeros(len(indexes), dtype=torch.float64)
+        for row, index in enumerate(indexes):
+            if index in owned:
+                old_R = self.old_policy.known(index)
+                if old_R is None:
+                    raise StrettoError(
+                        f"sample {index}: algorithm.kl_reward_coef needs the actor's own log-probs before the update, "
+                        "and there are none; compute them, or use algorithm.kl_loss_coef"
+                    )
+                sums[row] = kl_estimate(kind, old_R, self.reference.forward.kept(index)).to(torch.float64).sum()
+        # Every sample is owned by one rank; the others add zeros, which change no bit.
+        sums = sums.to(self.device)
+        reduce_sum(sums, self.group, "the KL of each sample")
+        return sums.cpu()
 
     def phase3(self, mini: Mini, normaliser: int) -> dict[str, float]:
         """One optimizer update on the recorded schedule; ``normaliser`` is ``schedule.loss_normaliser`` of its records.
 
         Returns metrics; ``update_skipped`` is 1 where nothing was applied.
         """
-        correction = self.config.importance_correction
         where: dict[str, Any] = {"partition": mini.partition, "mini": mini.index}
         self.trainer.begin()
         for microbatch in mini.microbatches(self.group.rank):
             count = 0 if microbatch.inert else len(microbatch.samples)
             with self.tracer.span("actor.train", **where, samples=count, inert=microbatch.inert):
-                batch = self._collate(microbatch.samples)
+                batch = self._collate(self.family, microbatch.samples)
                 rows = self._rows(microbatch, batch)
-                new_T = self.trainer.train(batch, grpo_objective(self.config.algorithm, correction, batch, rows))
+                new_T = self.trainer.train(batch, policy_objective(self.config, batch, rows))
             if not microbatch.inert:
-                self._keep(self._new, microbatch.samples, batch, new_T)
+                self.samples.keep(self.samples.new, microbatch.samples, batch, new_T)
         with self.tracer.span("actor.optimizer", **where) as attrs:
             stats = self.trainer.finish(normaliser)
             attrs.update(applied=stats.applied, reason=stats.reason)
         self._schedules.append(mini)
-        return step_metrics(stats, correction) | {
+        return step_metrics(stats, self.config) | {
             "optimizer_step": float(self.trainer.optimizer_step),
             "skipped_updates": float(self.trainer.skipped),
         }
@@ -184,140 +236,51 @@ class ActorRankCore:
 
     def end_partition(self) -> None:
         """Forget the samples of the partition; call after ``evidence``."""
-        self._samples: dict[int, _Sample] = {}
-        self._prompts: dict[int, ProcessedPrompt] = {}
-        self._groups: dict[int, GroupRecord] = {}
-        self._indexes: list[int] = []
-        self._advantages: dict[int, float] = {}
-        self._old: dict[int, np.ndarray] = {}
-        self._new: dict[int, np.ndarray] = {}
+        self.samples = Samples(self.family, self.config.algorithm.truncated)
         self._schedules: list[Mini] = []
         self.old_policy.end_partition()
+        for other in self._others():
+            other.forward.end_partition()
 
-    # Samples -------------------------------------------------------------------------------------------------------
-
-    def _take(self, record: GroupRecord, fields: GroupFields) -> None:
-        """Keep one group's payload; its samples share one prompt object, hence one vision forward."""
-        if record.group in self._prompts:
-            return
-        prompt = ProcessedPrompt(
-            prompt_ids=np.asarray(fields["prompt_ids"]),
-            mm_token_type_ids=np.asarray(fields["mm_token_type_ids"]),
-            pixel_values=np.asarray(fields["pixel_values"]),
-            image_grid_thw=np.asarray(fields["image_grid_thw"]),
-        )
-        if len(prompt.prompt_ids) != record.prompt_tokens:
-            raise StrettoError(
-                f"partition {record.partition}, group {record.group} (row {record.row_id!r}): "
-                f"{len(prompt.prompt_ids)} prompt ids, but its record says {record.prompt_tokens}"
-            )
-        self._prompts[record.group] = prompt
-        for i, index in enumerate(record.global_indexes):
-            ids, rollout = np.asarray(fields["response_ids"][i]), np.asarray(fields["rollout_logprobs"][i])
-            where = f"partition {record.partition}, sample {index} (row {record.row_id!r})"
-            if not len(ids) == len(rollout) == record.response_tokens[i]:
-                raise StrettoError(
-                    f"{where}: {len(ids)} response ids and {len(rollout)} rollout log-probs, but its record says "
-                    f"{record.response_tokens[i]} tokens; there must be one log-prob for every token"
-                )
-            self._samples[index] = _Sample(
-                SampleInput(prompt, self._without_suppressed(ids, record.valid[i], where)),
-                rollout,
-                record.valid[i],
-                record.rewards[i],
-                (record.version_start[i], record.version_end[i]),
-            )
-
-    def _without_suppressed(self, ids: np.ndarray, valid: bool, where: str) -> np.ndarray:
-        """A failed sample may hold vision ids, which would take pixels in the forward: EOS stands in for them there."""
-        bad = self._suppressed[ids]
-        if not bad.any():
-            return ids
-        if valid:
-            raise StrettoError(
-                f"{where}: response id {int(ids[bad][0])} is one that no response may hold, yet the sample is marked "
-                "valid; the rollout engine must suppress it or mark the sample as failed"
-            )
-        return np.where(bad, np.int32(self.family.eos_ids[0]), ids).astype(np.int32)
-
-    def _collate(self, samples: Sequence[int]) -> SampleBatch:
-        inputs = [self._samples[index].input for index in samples]
-        return self.family.collate(inputs, self.device, self.config.actor.layout_on(self.device.type))
+    def _collate(self, family: Any, indexes: Sequence[int]) -> SampleBatch:
+        inputs = [sample.input for sample in self.samples.of(indexes)]
+        batch: SampleBatch = family.collate(inputs, self.device, self.config.actor.layout_on(self.device.type))
+        return batch
 
     def _rows(self, microbatch: Microbatch, batch: SampleBatch) -> MicrobatchRows:
-        samples = [self._samples[index] for index in microbatch.samples]
+        samples, indexes = self.samples.of(microbatch.samples), microbatch.samples
+        advantages = np.array([self.samples.advantages[index] for index in indexes], dtype=np.float32)
+        rollout = np.concatenate([sample.rollout for sample in samples]).astype(np.float32)
+        rollout_T = torch.from_numpy(rollout).to(self.device)
+        trained = [sample.trained and not microbatch.inert for sample in samples]
 
         def old(new_T: Tensor) -> Tensor:
             if microbatch.inert:
                 return new_T
-            old_T = self.old_policy.values(microbatch.samples, new_T)
-            self._keep(self._old, microbatch.samples, batch, old_T)
+            old_T = self.old_policy.values(indexes, new_T, rollout_T)
+            self.samples.keep(self.samples.old, indexes, batch, old_T)
             return old_T
 
-        advantages = np.array([self._advantages[index] for index in microbatch.samples], dtype=np.float32)
-        rollout = np.concatenate([sample.rollout for sample in samples]).astype(np.float32)
-        trained = [sample.valid and not microbatch.inert for sample in samples]
+        def other(policy: OtherPolicy | None) -> Tensor | None:
+            if policy is None:
+                return None
+            return torch.zeros_like(rollout_T) if microbatch.inert else policy.forward.values(indexes, rollout_T)
+
         return MicrobatchRows(
             advantages_B=torch.from_numpy(advantages).to(self.device),
             trained_B=torch.tensor(trained, dtype=torch.bool, device=self.device),
-            rollout_T=torch.from_numpy(rollout).to(self.device),
+            rollout_T=rollout_T,
             old=old,
+            ref_T=other(self.reference),
+            teacher_T=other(self.teacher),
         )
-
-    @staticmethod
-    def _keep(into: dict[int, np.ndarray], samples: Sequence[int], batch: SampleBatch, values_T: Tensor) -> None:
-        parts = np.split(values_T.cpu().numpy(), np.cumsum(batch.lengths)[:-1])
-        into.update(zip(samples, parts, strict=True))
 
     # Evidence ------------------------------------------------------------------------------------------------------
 
-    def raw(self) -> dict[str, np.ndarray]:
-        """This rank's samples of the partition, sorted by ``global_index`` (int64 [B]), as flat arrays.
-
-        ``lengths``, ``version_start``, ``version_end`` int32, ``rewards`` float64, ``valid`` bool, ``advantages``
-        float32 [B]; ``response_ids`` int32 and ``rollout_logprobs``, ``old_logprobs``, ``train_logprobs`` float32
-        [sum of lengths], in row order.
-        """
-        order = sorted(self._indexes)
-        kept = [self._samples[index] for index in order]
-        empty = [np.zeros(0, np.float32)]
-        return {
-            "global_index": np.array(order, np.int64),
-            "lengths": np.array([len(s.rollout) for s in kept], np.int32),
-            "rewards": np.array([s.reward for s in kept], np.float64),
-            "valid": np.array([s.valid for s in kept], np.bool_),
-            "version_start": np.array([s.versions[0] for s in kept], np.int32),
-            "version_end": np.array([s.versions[1] for s in kept], np.int32),
-            "advantages": np.array([self._advantages[index] for index in order], np.float32),
-            "response_ids": np.concatenate([s.input.response_ids for s in kept] or [np.zeros(0, np.int32)]),
-            "rollout_logprobs": np.concatenate([s.rollout for s in kept] or empty),
-            "old_logprobs": np.concatenate([self._old[index] for index in order] or empty),
-            "train_logprobs": np.concatenate([self._new[index] for index in order] or empty),
-        }
-
-    def input_sums(self) -> dict[str, dict[str, TensorSum]]:
-        """Hash of each input column over this rank's samples, under its own name. Ranks' hashes add up
-        (``fingerprint.add_sums``): the columns that a group owns are counted by the rank that holds its first sample.
-        """
-        order = sorted(self._indexes)
-        owners = [group for group, record in sorted(self._groups.items()) if record.global_indexes[0] in set(order)]
-        columns: dict[str, tuple[list[np.ndarray], list[int]]] = {
-            spec.name: ([getattr(self._prompts[group], spec.name) for group in owners], owners)
-            for spec in GROUP_FIELDS
-            if spec.per == "group"
-        }
-        kept = [self._samples[index] for index in order]
-        columns["response_ids"] = ([s.input.response_ids for s in kept], order)
-        columns["rollout_logprobs"] = ([s.rollout for s in kept], order)
-        columns["rewards"] = ([np.array([s.reward], np.float64) for s in kept], order)
-        columns["valid"] = ([np.array([s.valid], np.uint8) for s in kept], order)
-        # A rank without samples has no dtype to hash; it adds nothing.
-        return {name: {name: column_sum(rows, indexes)} if indexes else {} for name, (rows, indexes) in columns.items()}
-
     def evidence(self) -> RankEvidence:
-        """What the last update ended with on this rank, and what went into it."""
-        indexes = sorted(self._advantages)
-        rows = [np.array([self._advantages[index]], np.float32) for index in indexes]
+        """What the last update of the partition ended with on this rank, and what went into it."""
+        indexes = sorted(self.samples.advantages)
+        rows = [np.array([self.samples.advantages[index]], np.float32) for index in indexes]
         master = self.trainer.master
         grads = master.named_grads()
         return RankEvidence(
@@ -330,9 +293,9 @@ class ActorRankCore:
                 "parameters": tensor_sums(master.named()),
                 "gradients": tensor_sums({name: grads[name] for name in master.masters}),
                 "optimizer": tensor_sums(self.trainer.optimizer_tensors()),
-                **{f"inputs.{name}": sums for name, sums in self.input_sums().items()},
+                **{f"inputs.{name}": sums for name, sums in self.samples.input_sums().items()},
             },
-            raw=self.raw(),
+            raw=self.samples.raw(),
         )
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
@@ -344,6 +307,9 @@ class ActorRankCore:
             "optimizer": self.trainer.optimizer_tensors(),
             "rng": rng_tensors(),
         }
+        if self.old_policy.tag == "old_actor":
+            snapshot = self.tags.kept("old_actor")
+            tensors["old_actor"] = {name: snapshot[name] for name in self.trainer.master.masters}
         return self.checkpointer.write(step, tensors, self.group.rank, self.group.world)
 
     def commit(
@@ -368,6 +334,7 @@ class ActorRankCore:
             "skipped": trainer.skipped,
             "lr": trainer.lr(trainer.optimizer_step),
             "config_hash": config_hash(self.config),
+            "other_policies": self._other_fingerprints(),
             "extra": dict(extra or {}),
         }
         return self.checkpointer.commit(step, shards, state, published)
@@ -377,6 +344,14 @@ class ActorRankCore:
 
         Raises StrettoError where its tensors do not fit this model.
         """
+        for role, was in state.get("other_policies", {}).items():
+            if (now := self._other_fingerprints().get(role)) != was:
+                option = "model.path" if role == "ref" else "algorithm.teacher"
+                raise StrettoError(
+                    f"checkpoint {path}: the {ROLES[role]} policy had the fingerprint {was}, and the model that "
+                    f"{option} names now has {now}; put the model back that the run began with, or start a new run in "
+                    "another run.dir"
+                )
         expected = {name: tuple(t.shape) for name, t in self.trainer.master.named_parameters().items()}
         found = read_shapes(path, "masters")
         if expected != found:
@@ -394,7 +369,12 @@ class ActorRankCore:
             int(state["skipped"]),
         )
         restore_rng(read_shard(path, "rng", rank))
+        if self.old_policy.tag == "old_actor":
+            self.tags.restore("old_actor", iter_shards(path, "old_actor"))
         self.checkpointer.previous = path
+
+    def _other_fingerprints(self) -> dict[Role, str]:
+        return {other.forward.role: other.fingerprint for other in self._others()}
 
 
 def _bytes(fields: GroupFields) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
@@ -59,6 +59,16 @@ class WeightTags:
         """Keep a copy of the resident weights in host memory as ``tag``, over an earlier one."""
         self._host[tag] = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
 
+    def kept(self, tag: Tag) -> dict[str, Tensor]:
+        """The weights of ``tag`` in host memory, not copied. Raises StrettoError for a tag that was never saved."""
+        if tag not in self._host:
+            raise StrettoError(f"weight tag {tag!r} was never saved; saved are {sorted(self._host)}")
+        return self._host[tag]
+
+    def restore(self, tag: Tag, parts: Iterable[Mapping[str, Tensor]]) -> None:
+        """Set ``tag`` from tensors on the host that together hold every name, in the form of ``kept``."""
+        self._host[tag] = {name: tensor for part in parts for name, tensor in part.items()}
+
     @contextmanager
     def active(self, tag: Tag) -> Iterator[None]:
         """Inside, the module holds the weights of ``tag``; afterwards those that it held before, bit for bit.
@@ -68,8 +78,7 @@ class WeightTags:
         if tag == self.resident:
             yield
             return
-        if tag not in self._host:
-            raise StrettoError(f"weight tag {tag!r} was never saved; saved are {sorted(self._host)}")
+        self.kept(tag)
         before = self.resident
         self.save(before)
         self._load(tag)

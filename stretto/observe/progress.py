@@ -155,9 +155,10 @@ class _Course:
         self.evaluated: Evaluation | None = None
 
     def add(self, report: StepReport) -> None:
+        gained = max(report.update + 1 - self.done, 1)  # a rollout batch may take several updates
         self.last, self.done = report, report.update + 1
         self.rewards.append(report.reward)
-        self.recent_s = [*self.recent_s[-19:], report.step_s]
+        self.recent_s = [*self.recent_s[-19:], report.step_s / gained]
 
     def left_s(self) -> float:
         """At the pace of the last twenty updates."""

@@ -120,7 +120,7 @@ class Lease:
     chunk: int = 0
     refs: Mapping[int, Any] = field(repr=False, compare=False, default_factory=dict)
 
-    def part(self, groups: Sequence[int], chunk: int) -> Lease:
+    def part(self, groups: Sequence[int], chunk: int, mini: int = 0) -> Lease:
         """The same lease for some of its groups: what a reader of one chunk is sent. Acknowledge the whole."""
         records = {record.group: record for record in self.records}
         return replace(
@@ -128,6 +128,7 @@ class Lease:
             groups=tuple(groups),
             records=tuple(records[group] for group in groups),
             refs={group: self.refs[group] for group in groups},
+            mini=mini,
             chunk=chunk,
         )
 

@@ -32,11 +32,13 @@ TEMPORARY_BYTES = 2**30
 class Needs:
     """Bytes of one process of each kind, without activations: a lower bound.
 
-    ``rank`` is one actor rank: weights, gradient, optimizer; ``engine`` one replica, of which ``cache`` keys and
-    values of a decode batch; ``versions`` the published weights; ``store`` the object store, versions included.
+    ``rank`` is one actor rank: weights, gradient, optimizer; ``others`` what it keeps of other policies in host memory;
+    ``engine`` one replica, of which ``cache`` keys and values of a decode batch; ``versions`` the published weights;
+    ``store`` the object store, versions included.
     """
 
     rank: int
+    others: int
     engine: int
     cache: int
     versions: int
@@ -54,7 +56,18 @@ def needs(case: Case) -> Needs:
     rank = version + FLOAT32 * parameters + shared // config.actor.data_parallel
     cache = _cache_bytes(case)
     versions = (config.staleness.max + 2) * version
-    return Needs(rank, version + cache, cache, versions, object_store_bytes(config))
+    return Needs(rank, _others(config, version), version + cache, cache, versions, object_store_bytes(config))
+
+
+def _others(config: Config, version: int) -> int:
+    """Weight tags of the actor (while one is resident, its own weights lie beside it), and the teacher."""
+    from stretto.models.loading import weight_bytes
+    from stretto.models.teacher import teacher_config
+
+    algorithm = config.algorithm
+    tags = int(algorithm.kl_loss_coef > 0 or algorithm.kl_reward_coef > 0) + int(algorithm.old_policy == "old_actor")
+    teacher = weight_bytes(teacher_config(config)) if algorithm.teacher else 0
+    return (tags + 1 if tags else 0) * version + teacher
 
 
 def _cache_bytes(case: Case) -> int:
@@ -75,8 +88,9 @@ def memory(case: Case) -> Iterator[Line]:
         return
     need = needs(case)
     ranks, replicas = config.actor.data_parallel, config.rollout.replicas
+    beside = f", {size(need.others)} for other policies" if need.others else ""
     yield Fact(
-        f"an actor rank takes {size(need.rank)} and an engine {size(need.engine)} ({size(need.cache)} of it for keys "
+        f"an actor rank takes {size(need.rank)}{beside} and an engine {size(need.engine)} ({size(need.cache)} of it for keys "
         f"and values), activations not counted; object store {size(need.store)} at most"
     )
     if config.cluster.address:
@@ -86,7 +100,9 @@ def memory(case: Case) -> Iterator[Line]:
     gpus = _gpus(config)
     if gpus:
         yield from _gpu_memory(case, need, gpus)
-    weights = need.versions + (0 if gpus else ranks * need.rank + replicas * (need.engine - need.cache))
+    weights = (
+        need.versions + ranks * need.others + (0 if gpus else ranks * need.rank + replicas * (need.engine - need.cache))
+    )
     likely = weights + (0 if gpus else replicas * need.cache) + PROCESS_BYTES * (ranks + replicas + 3)
     yield from _ram(case, weights, likely)
 

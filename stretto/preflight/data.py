@@ -116,7 +116,7 @@ def _few(case: Case) -> Iterator[Line]:
 def _counted(case: Case) -> Iterator[Line]:
     if case.source is not None:
         rows = len(case.source)
-        used = case.config.run.updates * case.config.rollout.prompts_per_partition
+        used = case.config.partitions * case.config.rollout.prompts_per_partition
         yield Fact(
             f"{case.config.data.source}: {rows:,} training prompts; {case.config.run.updates} updates take {used:,}, "
             f"which is {used / rows:.2g} epochs"

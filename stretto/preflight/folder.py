@@ -36,7 +36,7 @@ def going_on(case: Case) -> Iterator[Line]:
     for path, why in found.passed_over:
         yield Caution(f"passed over {path.name}: {why}")
     if found.path is not None:
-        done = int(found.state["cursor"])
+        done = int(found.state["cursor"]) * config.updates_per_partition
         if done >= config.run.updates:
             yield Fact(f"all of its {config.run.updates} updates are trained: there is nothing left to do")
         else:

@@ -21,6 +21,15 @@ def model(case: Case) -> Iterator[Line]:
     except ConfigError as error:
         yield from problems_of(error, case.model_name)
         return
+    if case.config.algorithm.teacher and case.training:
+        from stretto.models.teacher import load_teacher_family
+
+        try:
+            load_teacher_family(case.config, case.family)
+        except ConfigError as error:
+            yield from problems_of(error, "algorithm.teacher")
+        else:
+            yield Fact(f"teacher {case.config.algorithm.teacher}: reads the same tokens and pixels")
     if case.thorough:
         if not case.config.model.path:
             yield Caution(
