@@ -133,9 +133,8 @@ class Run:
         self.rollout.evaluate("validation", self.config.eval.prompts, version, self.weights[version])
 
     def _evaluation_due(self, version: int) -> bool:
-        return self.config.eval.every > 0 and (
-            version in (0, self.last) or self._reached(self.config.eval.every, version)
-        )
+        every = self.config.eval.every
+        return every > 0 and (version in (0, self.last) or self._reached(every, version))
 
     def _checkpoint_due(self) -> bool:
         return STOPS.terminated or self.done == self.last or self._reached(self.config.checkpoint.every, self.done)

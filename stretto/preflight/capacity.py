@@ -90,8 +90,8 @@ def memory(case: Case) -> Iterator[Line]:
     ranks, replicas = config.actor.data_parallel, config.rollout.replicas
     beside = f", {size(need.others)} for other policies" if need.others else ""
     yield Fact(
-        f"an actor rank takes {size(need.rank)}{beside} and an engine {size(need.engine)} ({size(need.cache)} of it for keys "
-        f"and values), activations not counted; object store {size(need.store)} at most"
+        f"an actor rank takes {size(need.rank)}{beside} and an engine {size(need.engine)} ({size(need.cache)} of it "
+        f"for keys and values), activations not counted; object store {size(need.store)} at most"
     )
     if config.cluster.address:
         yield Fact("not compared, since the run is on a cluster")
@@ -100,9 +100,8 @@ def memory(case: Case) -> Iterator[Line]:
     gpus = _gpus(config)
     if gpus:
         yield from _gpu_memory(case, need, gpus)
-    weights = (
-        need.versions + ranks * need.others + (0 if gpus else ranks * need.rank + replicas * (need.engine - need.cache))
-    )
+    weights = need.versions + ranks * need.others
+    weights += 0 if gpus else ranks * need.rank + replicas * (need.engine - need.cache)
     likely = weights + (0 if gpus else replicas * need.cache) + PROCESS_BYTES * (ranks + replicas + 3)
     yield from _ram(case, weights, likely)
 
