@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -112,9 +112,11 @@ class ActorProcess:
     def write_shard(self, step: int) -> Entries:
         return self.core.write_shard(step)
 
-    def commit(self, step: int, shards: list[Entries], published: dict[int, list[Any]]) -> None:
+    def commit(
+        self, step: int, shards: list[Entries], published: dict[int, list[Any]], extra: Mapping[str, Any]
+    ) -> None:
         kept = {version: _getter(refs) for version, refs in published.items()}
-        self.core.commit(step, shards, cursor=step, policy_version=step, published=kept)
+        self.core.commit(step, shards, cursor=step, policy_version=step, published=kept, extra=extra)
 
     def abandon_save(self, step: int) -> None:
         self.core.checkpointer.abandon(step)
@@ -208,8 +210,10 @@ class Actor:
         evidence: list[RankEvidence] = self._all("end_partition")
         return fingerprints(evidence), [rank.raw for rank in evidence]
 
-    def save(self, step: int, published: dict[int, list[Any]]) -> None:
-        """Raises StrettoError where any rank could not write its part: nothing is left of it then."""
+    def save(self, step: int, published: dict[int, list[Any]], extra: Mapping[str, Any]) -> None:
+        """``extra``: plain JSON, found again in the checkpoint's state.
+
+        Raises StrettoError where any rank could not write its part: nothing is left of it then."""
         first = self.ranks[0]
         answers([first.begin_save.remote(step)], self.names[:1])
         try:
@@ -219,7 +223,7 @@ class Actor:
             with suppress(StrettoError):  # the error that the save ended with comes first
                 answers([first.abandon_save.remote(step)], self.names[:1])
             raise
-        answers([first.commit.remote(step, shards, published)], self.names[:1])
+        answers([first.commit.remote(step, shards, published, extra)], self.names[:1])
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
         self._all("load", path, state)

@@ -96,17 +96,20 @@ class Run:
     def after_step(self, step: Step) -> None:
         """Evidence, checkpoint, metrics and progress of an update; the rollout side is at work meanwhile.
 
+        A run may be killed at any point of this: what a checkpoint holds is on record by then, or kept in it.
+
         Raises:
             Stopped: SIGTERM came; the checkpoint that it asked for is written.
         """
         self.records.evidence(step.k, *self.actor.end_partition())
         self.done = step.k + 1
-        if self._checkpoint_due():
-            with self.tracer.span("loop.checkpoint", update=step.k), step.timed("checkpoint"):
-                self.actor.save(self.done, self.weights.before(self.done))
-                self.saved = self.done
         for evaluation in self.rollout.evaluations(wait=self.done == self.last):
             self.records.evaluation(evaluation)
+        if self._checkpoint_due():
+            with self.tracer.span("loop.checkpoint", update=step.k), step.timed("checkpoint"):
+                extra = {"metrics": self.records.line(step)}
+                self.actor.save(self.done, self.weights.before(self.done), extra)
+                self.saved = self.done
         self.records.step(step)
         if STOPS.terminated:
             raise Stopped(f"ended by SIGTERM after update {self.updates_done}; a checkpoint holds all of it")
@@ -121,6 +124,8 @@ class Run:
             self.actor.load(found.path, found.state)
             for version, buckets in read_published(found.path).items():
                 self.weights.keep(version, [ray.put(bucket) for bucket in buckets])
+            if (line := found.state["extra"].get("metrics")) is not None:
+                self.records.restore(self.first - 1, line)
         self.weights.keep(self.first, self.actor.publish(self.first))
         self.rollout.offer(self.first, self.weights[self.first])
         recorded = {evaluation.version for evaluation in self.records.evaluations()}

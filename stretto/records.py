@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.observe.lineage import UpdateLines, read_lines
-from stretto.observe.metrics import FingerprintWriter, MetricsWriter, read_metrics
+from stretto.observe.metrics import FingerprintWriter, MetricsWriter, plain_line, read_metrics
 from stretto.observe.progress import Progress, StepReport
 from stretto.observe.raw import RawLog
 from stretto.phase1 import Phase1Batch
@@ -134,15 +134,31 @@ class Records:
         means = [row.get("reward_mean") for row in read_metrics(self._run_dir)]
         return [math.nan if mean is None else mean for mean in means]
 
+    def _metrics_at(self, step: Step, now: float) -> dict[str, Any]:
+        step_s = now - self._step_ended
+        metrics: dict[str, Any] = step.metrics | {"step_s": step_s, "policy_version": step.k + 1}
+        return metrics | {f"{name}_per_s": metrics[name] / step_s for name in ("tokens", "response_tokens", "samples")}
+
+    def line(self, step: Step) -> dict[str, Any]:
+        """The line of an update as it would be if it ended now. A checkpoint keeps it, since the run may be killed when
+        that is written and the line is not.
+        """
+        return plain_line(step.k, self._metrics_at(step, time.monotonic()))
+
+    def restore(self, k: int, line: Mapping[str, Any]) -> None:
+        """Write the line of update ``k``, as a checkpoint kept it, where it is not on record."""
+        if all(row["update"] != k for row in read_metrics(self._run_dir)):
+            with writing(self._run_dir):
+                self._metrics.write(k, line)
+
     def step(self, step: Step) -> None:
         """Close update ``step.k``.
 
         ``step_s`` is measured from the end of the update before: nothing is left out.
         """
         now = time.monotonic()
-        step_s, self._step_ended = now - self._step_ended, now
-        metrics: dict[str, Any] = step.metrics | {"step_s": step_s, "policy_version": step.k + 1}
-        metrics |= {f"{name}_per_s": metrics[name] / step_s for name in ("tokens", "response_tokens", "samples")}
+        metrics = self._metrics_at(step, now)
+        step_s, self._step_ended = metrics["step_s"], now
         with writing(self._run_dir):
             self._metrics.write(step.k, metrics)
         self.tokens += metrics["tokens"]

@@ -98,6 +98,15 @@ def throughput(tokens: Sequence[float], seconds: Sequence[float], *, warmup: int
     return Throughput(math.fsum(measured_tokens), math.fsum(measured_s), warmup, len(measured_s))
 
 
+def plain_line(update: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of ``metrics.jsonl``: ``metrics``, ``update``, and ``nonfinite``, the number of values that were NaN or
+    infinite and are null in the line. Values are numbers, numpy or torch scalars, strings, bools, None, or lists and
+    dicts of these. The line of a line is the same, for what is null by then.
+    """
+    row, nonfinite = _plain(metrics)
+    return row | {"update": update, "nonfinite": nonfinite + int(metrics.get("nonfinite", 0))}
+
+
 class MetricsWriter:
     """One line per update in ``metrics.jsonl``, and the same numbers as TensorBoard scalars under ``tensorboard/``.
 
@@ -110,12 +119,8 @@ class MetricsWriter:
         self._board = _Board(Path(run_dir) / "tensorboard", first_update)
 
     def write(self, update: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Appends and returns the line: ``metrics``, ``update``, and ``nonfinite``, the number of values that were NaN
-        or infinite and are null in the line. Values are numbers, numpy or torch scalars, strings, bools, None, or
-        lists and dicts of these.
-        """
-        row, nonfinite = _plain(metrics)
-        row |= {"update": update, "nonfinite": nonfinite}
+        """Appends and returns ``plain_line``."""
+        row = plain_line(update, metrics)
         self._lines.append(row)
         self._board.scalars(update, row)
         return row

@@ -226,9 +226,9 @@ def test_a_full_disk_of_one_rank_is_one_message_and_leaves_the_old_checkpoint_al
     actor = object.__new__(Actor)
     actor.world, actor.names = 2, ["actor rank 0", "actor rank 1"]
     actor.ranks = [Saver.remote(tmp_path, rank) for rank in range(2)]
-    actor.save(1, {})
+    actor.save(1, {}, {})
     with pytest.raises(StrettoError, match=r"step_000002 could not be written .* earlier ones are untouched"):
-        actor.save(2, {})
+        actor.save(2, {}, {})
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
     assert latest_valid(tmp_path, 2).path == tmp_path / "step_000001"
     for rank in actor.ranks:

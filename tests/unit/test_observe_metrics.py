@@ -158,6 +158,7 @@ def test_tensorboard_reads_the_numbers_and_leaves_out_text_nulls_and_undone_step
     for update in range(4):
         first.write(update, {"reward_mean": update / 10, "loss": nan, "reason": "x"})
     first.close()
+    time.sleep(1.1)  # readers take event files by name, which holds the second
     second = MetricsWriter(tmp_path, 2)
     second.write(2, {"reward_mean": 0.9})
     assert {"reward_mean", "nonfinite"} == set(board(tmp_path).Tags()["scalars"])  # before it is closed

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 
+from stretto.observe.metrics import read_metrics
 from stretto.observe.progress import PlainProgress
-from stretto.records import Records
+from stretto.records import Records, Step
 from stretto.types import Evaluation
 
 
@@ -21,3 +22,29 @@ def test_evaluations_are_read_back_also_those_of_earlier_versions(tmp_path):
     assert [(e.version, e.correct) for e in found] == [(0, 1), (1, 0), (2, 0)]
     assert math.isnan(found[0].reward_mean) and found[1].reward_mean == 0.375 and math.isnan(found[2].reward_mean)
     assert json.loads((tmp_path / "evaluations.jsonl").read_text().splitlines()[2])["reward_mean"] is None
+
+
+def test_a_line_that_a_checkpoint_kept_is_written_where_it_is_missing_and_only_there(tmp_path):
+    """Killed once update 1 was in a checkpoint, and before its line was written."""
+    before = Records(tmp_path, 0, PlainProgress(5))
+    before.begin()
+    for k in range(2):
+        step = Step(k)
+        step.merge(
+            {name: 1.0 for name in ("tokens", "response_tokens", "samples", "zero_signal_groups", "staleness_mean")}
+            | {"groups": 2.0, "exposed_wait_s": 0.0, "rollout_waited_s": 0.0, "loss": math.nan if k else 0.5}
+        )
+        line = before.line(step)
+        if k == 0:
+            before.step(step)
+    before.close()
+    json.dumps(line, allow_nan=False)
+    assert [row["update"] for row in read_metrics(tmp_path)] == [0]
+    for _ in range(2):
+        resumed = Records(tmp_path, 2, PlainProgress(5))
+        resumed.restore(1, line)
+        resumed.close()
+        rows = read_metrics(tmp_path)
+        assert [row["update"] for row in rows] == [0, 1]
+    assert rows[1] == line
+    assert (rows[1]["loss"], rows[1]["nonfinite"], rows[1]["policy_version"]) == (None, 1, 2)
