@@ -73,9 +73,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout_kl_k1": ("nats", "KL(rollout || old) by the k1 estimator, mean over loss tokens"),
     "rollout_kl_k3": ("nats", "the same by k3"),
     "rollout_gap_max": ("nats", "largest |old - rollout| log-prob"),
-    "is_weight_mean": ("", "truncated importance weight, mean over loss tokens"),
+    "ref_kl": ("nats", "KL(actor || reference) by algorithm.kl_estimator, mean over loss tokens"),
+    "teacher_kl": ("nats", "KL(old || teacher) by the k1 estimator, mean over loss tokens"),
+    "is_weight_mean": ("", "importance weight (truncated or masked), mean over loss tokens"),
     "is_weight_max": ("", "the same, maximum"),
     "is_clipped_fraction": ("share", "loss tokens whose importance weight was truncated"),
+    "is_masked_fraction": ("share", "loss tokens whose importance weight was outside the bounds, and is 0"),
     "is_effective_sample_share": ("share", "Kish's effective sample size over loss tokens"),
     # layout and time
     "microbatches": ("microbatches", "forwards of one rank in phase 3"),

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from stretto.config import AlgorithmConfig
 from stretto.types import ChunkSchedule, GroupRecord, Microbatch, StrettoError
 
 Layout = Literal["padded", "shared"]
@@ -124,19 +125,24 @@ def schedule_chunk(
     )
 
 
-def loss_normaliser(records: Sequence[GroupRecord], aggregation: Literal["token_mean", "sequence_mean"]) -> int:
+def loss_normaliser(records: Sequence[GroupRecord], algorithm: AlgorithmConfig, max_response_tokens: int) -> int:
     """What the loss sums of one optimizer mini are divided by, from its records alone.
 
-    ``token_mean``: response tokens of valid samples, before any importance masking. ``sequence_mean``: valid
-    samples with at least one response token. The number is global: it is the same on every rank.
+    ``token_mean``: response tokens of the samples that are trained (``GroupRecord.trained``), before any importance
+    masking. ``sequence_mean``: those samples with at least one response token. ``constant_length``: all samples of the
+    mini, trained or not, times ``max_response_tokens`` (``rollout.max_response_tokens``), so that no length and no
+    failure changes the weight of a token (Dr. GRPO, arXiv:2503.20783). 0 where no token is trained. The number is
+    global: it is the same on every rank.
     """
     lengths = [
         tokens
         for record in records
-        for tokens, valid in zip(record.response_tokens, record.valid, strict=True)
-        if valid and tokens > 0
+        for tokens, trained in zip(record.response_tokens, record.trained(algorithm.truncated), strict=True)
+        if trained and tokens > 0
     ]
-    return sum(lengths) if aggregation == "token_mean" else len(lengths)
+    if algorithm.aggregation == "constant_length" and lengths:
+        return sum(record.n for record in records) * max_response_tokens
+    return len(lengths) if algorithm.aggregation == "sequence_mean" else sum(lengths)
 
 
 def _check_budgets(items: list[_Item], records: list[GroupRecord], max_tokens: int, max_patches: int) -> None:

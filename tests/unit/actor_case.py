@@ -128,7 +128,9 @@ def run_step(
         | actor.phase3(
             mini,
             loss_normaliser(
-                [by_group[g] for chunk in mini.chunks for g in chunk.groups], actor.config.algorithm.aggregation
+                [by_group[g] for chunk in mini.chunks for g in chunk.groups],
+                actor.config.algorithm,
+                actor.config.rollout.max_response_tokens,
             ),
         )
         for mini in planned

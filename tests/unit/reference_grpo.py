@@ -4,7 +4,10 @@ Nothing here comes from the engine: the model is called as transformers document
 weights, clipping, aggregation, gradient clipping and AdamW are spelled out per sample and per token.
 
 A sample is a dict: group, prompt (list of ids), types (list, 1 at image tokens), pixels and grid (tensors or None),
-response (list of ids), rollout (list of log-probs), reward, valid.
+response (list of ids), rollout (list of log-probs), reward, valid; where they differ from ``valid``, counted (its
+reward counts in its group) and trained (its tokens carry loss); with a reference or a teacher, ref and teacher
+(log-probs).
+Options that are left out are off.
 """
 
 from __future__ import annotations
@@ -35,37 +38,109 @@ def logprobs(model, sample, suppressed: list[int], temperature: float) -> list[t
     return result
 
 
-def advantages(samples, eps: float) -> list[float]:
+def advantages(samples, eps: float, kind: str = "grpo") -> list[float]:
+    def peers(sample):
+        return [s["reward"] for s in samples if s["group"] == sample["group"] and s.get("counted", s["valid"])]
+
+    def difference(sample) -> float:
+        """To the mean of the group: 0 for a group whose rewards are all equal."""
+        rewards = peers(sample)
+        return sample["reward"] - statistics.mean(rewards) if len(set(rewards)) > 1 else 0.0
+
+    differences = [difference(s) for s in samples if s.get("counted", s["valid"])]
     result = []
     for sample in samples:
-        rewards = [s["reward"] for s in samples if s["group"] == sample["group"] and s["valid"]]
-        if not sample["valid"] or len(set(rewards)) < 2:
+        rewards = peers(sample)
+        if not sample.get("counted", sample["valid"]) or len(set(rewards)) < 2 or kind == "none":
             result.append(0.0)
-        else:
-            result.append((sample["reward"] - statistics.mean(rewards)) / (statistics.stdev(rewards) + eps))
+        elif kind == "grpo":
+            result.append(difference(sample) / (statistics.stdev(rewards) + eps))
+        elif kind == "dr_grpo":
+            result.append(difference(sample))
+        elif kind == "rloo":
+            rewards.remove(sample["reward"])
+            result.append(sample["reward"] - statistics.mean(rewards))
+        elif kind == "reinforce_pp_baseline":
+            result.append(difference(sample) / (statistics.stdev(differences) + eps))
     return result
 
 
-def token_loss(new, old: float, rollout: float, advantage: float, opts) -> torch.Tensor:
-    ratio = torch.exp(new - old)
-    clipped = torch.clamp(ratio, 1 - opts["clip_low"], 1 + opts["clip_high"])
-    weight = min(math.exp(old - rollout), opts["tis_cap"]) if opts["tis"] else 1.0
-    return -weight * torch.min(ratio * advantage, clipped * advantage)
+def importance_weights(old, rollout, opts) -> list[float]:
+    """One weight for each token of a response."""
+    correction = opts.get("correction", "none")
+    if correction == "none":
+        return [1.0] * len(old)
+    gaps = [o - r for o, r in zip(old, rollout, strict=True)]
+    if opts.get("level") == "sequence":
+        gaps = [sum(gaps)] * len(gaps)
+    weights = [math.exp(gap) for gap in gaps]
+    if correction == "tis":
+        return [min(w, opts["tis_cap"]) for w in weights]
+    return [w if opts["mis_low"] <= w <= opts["mis_high"] else 0.0 for w in weights]
 
 
-def batch_loss(model, samples, old, advantage, opts) -> torch.Tensor:
-    """Mean over response tokens of all valid samples, or over samples of the mean over their tokens."""
+def surrogates(new, old, advantage: list[float], opts) -> list[torch.Tensor]:
+    """What is maximised at each token of a response, before importance weights.
+
+    GSPO as its token variant (arXiv:2507.18071, section 4.3): sg[s] * pi / sg[pi].
+    """
+    kind = opts.get("policy_loss", "ppo_clip")
+    ratios = [torch.exp(n - o) for n, o in zip(new, old, strict=True)]
+    if kind == "gspo":
+        s = math.exp(sum(float(n.detach()) - o for n, o in zip(new, old, strict=True)) / len(new))
+        ratios = [s * torch.exp(n - n.detach()) for n in new]
+    result = []
+    for n, ratio, a in zip(new, ratios, advantage, strict=True):
+        clipped = torch.clamp(ratio, 1 - opts["clip_low"], 1 + opts["clip_high"])
+        result.append(clipped.detach() * a * n if kind == "cispo" else torch.min(ratio * a, clipped * a))
+    return result
+
+
+def kl(new, ref: float, kind: str):
+    ratio = math.exp(ref) / torch.exp(new)
+    if kind == "k1":
+        return -torch.log(ratio)
+    return torch.log(ratio) ** 2 / 2 if kind == "k2" else (ratio - 1) - torch.log(ratio)
+
+
+def token_losses(new, old, sample, advantage: float, opts) -> list[torch.Tensor]:
+    """Of one response, its advantage being the same at all tokens but for what a teacher says."""
+    per_token = [advantage] * len(new)
+    if opts.get("teacher_coef", 0.0):
+        per_token = [advantage + opts["teacher_coef"] * (t - o) for t, o in zip(sample["teacher"], old, strict=True)]
+    weights = importance_weights(old, sample["rollout"], opts)
+    losses = [-w * s for w, s in zip(weights, surrogates(new, old, per_token, opts), strict=True)]
+    if opts.get("kl_coef", 0.0):
+        losses = [
+            loss + opts["kl_coef"] * kl(n, r, opts["kl"]) for loss, n, r in zip(losses, new, sample["ref"], strict=True)
+        ]
+    return losses
+
+
+def mean_loss(new, samples, old, advantage, opts) -> torch.Tensor:
+    """Mean over response tokens of all trained samples, over samples of the mean over their tokens, or over all samples
+    of the sum over their tokens / max_response_tokens. ``new``: a list of log-probs for each sample.
+    """
     total, tokens, sequences = torch.zeros(()), 0, 0
-    for sample, old_sample, a in zip(samples, old, advantage, strict=True):
-        if not sample["valid"] or not sample["response"]:
+    for new_sample, sample, old_sample, a in zip(new, samples, old, advantage, strict=True):
+        if not sample.get("trained", sample["valid"]) or not new_sample:
             continue
-        new = logprobs(model, sample, opts["suppressed"], opts["temperature"])
-        losses = [token_loss(n, o, r, a, opts) for n, o, r in zip(new, old_sample, sample["rollout"], strict=True)]
-        scale = 1.0 if opts["aggregation"] == "token_mean" else 1.0 / len(losses)
+        losses = token_losses(new_sample, old_sample, sample, a, opts)
+        scale = 1.0 / len(losses) if opts["aggregation"] == "sequence_mean" else 1.0
         total = total + scale * sum(losses)
         tokens += len(losses)
         sequences += 1
+    if opts["aggregation"] == "constant_length":
+        return total / (len(samples) * opts["max_response_tokens"])
     return total / (tokens if opts["aggregation"] == "token_mean" else sequences)
+
+
+def batch_loss(model, samples, old, advantage, opts) -> torch.Tensor:
+    new = [
+        logprobs(model, s, opts["suppressed"], opts["temperature"]) if s.get("trained", s["valid"]) else []
+        for s in samples
+    ]
+    return mean_loss(new, samples, old, advantage, opts)
 
 
 def update(model, samples, old, advantage, state: dict, lr: float, opts) -> tuple[float, float, dict]:

@@ -7,13 +7,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from algorithm_case import laid_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.actor.advantage import GroupRelative
-from stretto.actor.correction import correction_statistics, effective_sample_share, tis_weights
+from stretto.actor.advantage import estimator
+from stretto.actor.correction import correction_statistics, effective_sample_share, importance_weights
 from stretto.actor.loss import policy_loss, token_weights
 from stretto.actor.optim import warmup_constant_decay
+from stretto.config import AlgorithmConfig
 from stretto.models.logprobs import token_logprobs
 from stretto.types import StrettoError
 
@@ -21,7 +23,7 @@ from stretto.types import StrettoError
 def advantages(rewards, groups, valid=None, eps=1e-4):
     rewards = torch.as_tensor(rewards)
     valid = torch.ones(len(rewards), dtype=torch.bool) if valid is None else torch.tensor(valid)
-    return GroupRelative(eps)(rewards, valid, torch.tensor(groups))
+    return estimator(AlgorithmConfig(advantage_eps=eps))(rewards, valid, torch.tensor(groups))
 
 
 # Advantages (case C4) ------------------------------------------------------------------------------------------------
@@ -106,10 +108,19 @@ def test_advantages_follow_their_rows_in_any_order_and_agree_with_numpy(rows, rn
 # Importance weights --------------------------------------------------------------------------------------------------
 
 
+def importance(kind, lengths, old, rollout, mask=None, level="token", **options):
+    """Weights of rows of these lengths, and their statistics."""
+    mask = torch.ones(len(old), dtype=torch.bool) if mask is None else mask
+    algorithm = AlgorithmConfig.model_validate(options)
+    weights = importance_weights(kind, level, old, rollout, mask, laid_out(lengths), algorithm)
+    statistics = correction_statistics(kind, old, rollout, weights, mask, algorithm)
+    return weights, {k: float(v) for k, v in statistics.items()}
+
+
 def test_importance_weight_is_the_ratio_cut_at_the_cap():
     old = torch.tensor([-1.0, -1.0, -1.0, -0.5], requires_grad=True)
     rollout = torch.tensor([-1.0, -2.0, -1.5, -200.0])
-    weights = tis_weights(old, rollout, 2.0)
+    weights, _ = importance("tis", [4], old, rollout)
     torch.testing.assert_close(weights, torch.tensor([1.0, 2.0, math.exp(0.5), 2.0]))
     assert not weights.requires_grad
 
@@ -119,8 +130,7 @@ def test_correction_statistics_by_hand():
     old = torch.tensor([0.0, math.log(3), -math.log(2), -77.0])
     rollout = torch.zeros(4)
     mask = torch.tensor([True, True, True, False])
-    weights = tis_weights(old, rollout, 2.0)
-    stats = {k: float(v) for k, v in correction_statistics(old, rollout, weights, mask, 2.0).items()}
+    _, stats = importance("tis", [4], old, rollout, mask)
     assert stats["is_weight_sum"] == pytest.approx(1 + 2 + 0.5)
     assert stats["is_weight_square_sum"] == pytest.approx(1 + 4 + 0.25)
     assert stats["is_weight_max"] == 2.0
@@ -132,13 +142,61 @@ def test_correction_statistics_by_hand():
     assert effective_sample_share(5.0, 5.0, 5) == 1.0
 
 
+SEQUENCES = ([3, 0, 2], [math.log(2), math.log(3), -math.log(4), -math.log(8), math.log(2)])
+"""Log-ratios old - rollout of rows of 3, 0 and 2 tokens: the rows' products are 2 * 3 / 4 = 1.5 and 2 / 8 = 0.25."""
+
+
+def test_a_sequence_has_one_weight_from_the_product_of_its_tokens_ratios():
+    lengths, gaps = SEQUENCES
+    old, rollout = torch.tensor(gaps) - 1, torch.full((5,), -1.0)
+    weights, _ = importance("tis", lengths, old, rollout, level="sequence", tis_cap=2.0)
+    torch.testing.assert_close(weights, torch.tensor([1.5] * 3 + [0.25] * 2))
+    weights, stats = importance("tis", lengths, old, rollout, level="sequence", tis_cap=1.25)
+    torch.testing.assert_close(weights, torch.tensor([1.25] * 3 + [0.25] * 2))
+    assert stats["is_clipped_sum"] == 3
+    assert stats["is_weight_sum"] == pytest.approx(3 * 1.25 + 2 * 0.25)
+    long = torch.full((4000,), 0.5)  # a response whose product of ratios overflows has the cap, and not infinity or NaN
+    assert set(importance("tis", [4000], long, -long, level="sequence")[0].tolist()) == {2.0}
+    assert set(importance("mis", [4000], long, -long, level="sequence")[0].tolist()) == {0.0}
+
+
+def test_masked_importance_weights_are_kept_inside_the_bounds_and_zero_outside():
+    lengths, gaps = SEQUENCES
+    old, rollout = torch.tensor(gaps) - 1, torch.full((5,), -1.0)
+    weights, stats = importance("mis", lengths, old, rollout, mis_low=0.2, mis_high=2.5)
+    torch.testing.assert_close(weights, torch.tensor([2.0, 0.0, 0.25, 0.0, 2.0]))  # ratios 2, 3, 1/4, 1/8, 2
+    assert stats["is_masked_sum"] == 2
+    assert stats["is_weight_square_sum"] == pytest.approx(4 + 1 / 16 + 4)
+    assert "is_clipped_sum" not in stats
+    weights, stats = importance("mis", lengths, old, rollout, level="sequence", mis_low=0.5, mis_high=5.0)
+    torch.testing.assert_close(weights, torch.tensor([1.5] * 3 + [0.0] * 2))
+    mask = torch.tensor([True, True, True, False, False])
+    assert importance("mis", lengths, old, rollout, mask, level="sequence")[1]["is_masked_sum"] == 0
+
+
+@pytest.mark.parametrize("kind", ["tis", "mis"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_log_prob_that_is_nan_is_not_masked_away_where_it_carries_loss(kind, level):
+    old, rollout = torch.tensor([-1.0, math.nan, -1.0]), torch.tensor([-1.0, -1.0, -1.0])
+    weights, _ = importance(kind, [2, 1], old, rollout, level=level)
+    assert math.isnan(weights[1]) and weights[2] == 1.0
+    mask = torch.tensor([False, False, True])
+    _, stats = importance(kind, [2, 1], old, rollout, mask, level=level)
+    assert stats["is_weight_sum"] == 1.0 and all(math.isfinite(v) for v in stats.values())
+
+
+def test_without_correction_every_weight_is_one():
+    weights, stats = importance("none", [2], torch.tensor([-1.0, -9.0]), torch.tensor([-5.0, -1.0]), level="sequence")
+    assert weights.tolist() == [1.0, 1.0] and stats["rollout_gap_max"] == 8.0
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
 def test_ratio_is_one_at_equal_weights_for_every_temperature(temperature):
     # D6: logits [2, 0], T = 0.5, token 0: -0.0181 (raw -0.1269 would make the ratio 1.115)
     logits = torch.tensor([[2.0, 0.0]])
     value = token_logprobs(logits, torch.tensor([0]), torch.zeros(2, dtype=torch.bool), temperature)
     assert float(value) == pytest.approx(-math.log1p(math.exp(-2 / temperature)), abs=1e-7)
-    assert float(tis_weights(value, value.clone(), 2.0)) == 1.0
+    assert importance("tis", [1], value, value.clone())[0].tolist() == [1.0]
     if temperature == 0.5:
         assert float(value) == pytest.approx(-0.0181, abs=5e-5)
 
@@ -150,12 +208,14 @@ def loss(new, old, advantage, mask=None, weights=None, is_weights=None, low=0.2,
     new = torch.tensor(new, requires_grad=True)
     ones = torch.ones(len(new))
     value, stats = policy_loss(
+        "ppo_clip",
         new,
         torch.tensor(old),
         torch.tensor(advantage),
         ones if is_weights is None else torch.tensor(is_weights),
         ones if weights is None else torch.tensor(weights),
         ones.bool() if mask is None else torch.tensor(mask),
+        [len(new)],
         clip_low=low,
         clip_high=high,
     )
@@ -223,6 +283,7 @@ def test_importance_and_token_weights_scale_each_tokens_loss():
 def test_sequence_mean_weighs_tokens_by_the_length_of_their_sample():
     assert token_weights([1, 0, 4], "sequence_mean").tolist() == [1.0, 0.25, 0.25, 0.25, 0.25]
     assert token_weights([1, 0, 4], "token_mean").tolist() == [1.0] * 5
+    assert token_weights([1, 0, 4], "constant_length").tolist() == [1.0] * 5
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
@@ -237,12 +298,14 @@ def test_the_mean_loss_is_the_same_in_every_split(aggregation, splits):
     total = 0.0
     for part in torch.arange(1000).split(splits):
         value, _ = policy_loss(
+            "ppo_clip",
             new[part],
             torch.zeros(len(part)),
             advantage[part],
             torch.ones(len(part)),
             weights[part],
             torch.ones(len(part), dtype=torch.bool),
+            [len(part)],
             clip_low=0.2,
             clip_high=0.2,
         )

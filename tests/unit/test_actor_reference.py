@@ -39,7 +39,7 @@ def test_two_updates_of_one_partition_equal_the_plain_reference(aggregation, tem
         "temperature": temperature,
         "clip_low": 0.1,
         "clip_high": 0.15,
-        "tis": staleness > 0,
+        "correction": "tis" if staleness > 0 else "none",
         "tis_cap": 2.0,
         "aggregation": aggregation,
         "grad_clip": 0.5,

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.actor.advantage import GroupRelative
+from stretto.actor.advantage import estimator
 from stretto.actor.loss import policy_loss
-from stretto.config import RewardConfig
+from stretto.config import AlgorithmConfig, RewardConfig
 from stretto.records import Records
 from stretto.rollout.reward import ABSTAINED, Rewarder
 from stretto.types import Prompt, Response, Score, StrettoError
@@ -110,10 +110,14 @@ def gradient(scores: list[Score]) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages [4] and the gradient of the loss for log-probs of one token a sample [4]."""
     valid = torch.tensor([score.valid for score in scores])
     rewards = torch.tensor([score.value for score in scores], dtype=torch.float64)
-    advantages = GroupRelative(1e-6)(rewards, valid, torch.zeros(4, dtype=torch.int64)).advantages_B
+    groups = torch.zeros(4, dtype=torch.int64)
+    advantages = estimator(AlgorithmConfig(advantage_eps=1e-6))(rewards, valid, groups).advantages_B
     logprobs = torch.full((4,), -1.0, requires_grad=True)
     ones = torch.ones(4)
-    loss, _ = policy_loss(logprobs, logprobs.detach(), advantages, ones, ones, valid, clip_low=0.2, clip_high=0.2)
+    old = logprobs.detach()
+    loss, _ = policy_loss(
+        "ppo_clip", logprobs, old, advantages, ones, ones, valid, [1] * 4, clip_low=0.2, clip_high=0.2
+    )
     loss.backward()
     assert logprobs.grad is not None
     assert (
@@ -216,10 +220,12 @@ def test_infinities_are_failed_samples_and_all_none_has_no_weight():
 # C4: degenerate groups -----------------------------------------------------------------------------------------------
 
 
-def advantages(rewards: Any, groups: list[int], valid: list[bool] | None = None, eps: float = 1e-6) -> Any:
+def advantages(
+    rewards: Any, groups: list[int], valid: list[bool] | None = None, eps: float = 1e-6, **options: Any
+) -> Any:
     rewards = torch.as_tensor(rewards)
     ok = torch.ones(len(rewards), dtype=torch.bool) if valid is None else torch.tensor(valid)
-    return GroupRelative(eps)(rewards, ok, torch.tensor(groups))
+    return estimator(AlgorithmConfig(advantage_eps=eps, **options))(rewards, ok, torch.tensor(groups))
 
 
 @pytest.mark.case("C4")
@@ -233,6 +239,16 @@ def test_equal_rewards_are_exactly_zero_where_their_computed_deviation_is_not(re
     result = advantages(rewards, [0] * len(rewards))
     assert result.advantages_B.tolist() == [0.0] * len(rewards)
     assert (result.groups, result.zero_signal_groups) == (1, 1)
+
+
+@pytest.mark.case("C4")
+def test_a_leave_one_out_advantage_stays_what_it_is_where_the_others_deviation_is_a_rounding_error():
+    """(3): the float32 deviation of seven 0.35 by E[x^2] - E[x]^2 is 1.5e-4, by which 0.6 would become some 4000."""
+    rewards = np.array([0.95] + [0.35] * 7, np.float32)
+    others = rewards[1:]
+    assert 0.6 / np.sqrt(abs((others * others).mean() - others.mean() ** 2)) > 3000
+    result = advantages(rewards, [0] * 8, advantage="rloo").advantages_B
+    np.testing.assert_allclose(result.numpy(), [0.6] + [0.35 - (0.95 + 6 * 0.35) / 7] * 7, rtol=1e-6)
 
 
 @pytest.mark.case("C4")

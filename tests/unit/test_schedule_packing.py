@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.config import AlgorithmConfig
 from stretto.schedule import loss_normaliser, schedule_chunk
 from stretto.types import ChunkSchedule, GroupRecord, StrettoError
 
@@ -178,5 +180,26 @@ def test_an_empty_chunk_and_a_doubled_group_are_errors():
 def test_normaliser_counts_tokens_or_samples_that_carry_loss():
     # B5: 3, 6, 1, 0, 2 loss tokens; one more sample that failed
     records = [record(0, [3, 6, 1]), record(1, [0, 2, 9], valid=[True, True, False])]
-    assert loss_normaliser(records, "token_mean") == 12
-    assert loss_normaliser(records, "sequence_mean") == 4
+    assert normaliser(records) == 12
+    assert normaliser(records, aggregation="sequence_mean") == 4
+
+
+def normaliser(records: list[GroupRecord], **options: str) -> int:
+    return loss_normaliser(records, AlgorithmConfig.model_validate(options), 16)
+
+
+def test_a_constant_normaliser_counts_every_sample_at_full_length():
+    # Dr. GRPO: 6 samples of at most 16 tokens, one failed and one empty
+    records = [record(0, [3, 6, 1]), record(1, [0, 2, 9], valid=[True, True, False])]
+    assert normaliser(records, aggregation="constant_length") == 6 * 16
+    failed = [record(0, [3, 6, 1], valid=[False] * 3), record(1, [0, 0, 0])]
+    assert normaliser(failed, aggregation="constant_length") == 0  # nothing to train: no update
+
+
+@pytest.mark.parametrize("truncated", ["train", "mask", "drop"])
+def test_the_normaliser_counts_truncated_responses_where_they_are_trained(truncated):
+    cut = dataclasses.replace(record(0, [3, 16, 2]), truncated=(False, True, False))
+    tokens, samples = (21, 3) if truncated == "train" else (5, 2)
+    assert normaliser([cut], truncated=truncated) == tokens
+    assert normaliser([cut], truncated=truncated, aggregation="sequence_mean") == samples
+    assert normaliser([cut], truncated=truncated, aggregation="constant_length") == 3 * 16
