@@ -30,7 +30,7 @@ def cross_field_problems(config: Config, origins: Mapping[str, str], *, training
     found += _data(config, reader, training)
     if training:
         found += [*_sampling(config, reader), *_batches(config, reader), *_timeouts(config, reader)]
-        found += algorithm_problems(config, reader)
+        found += [*algorithm_problems(config, reader), *_switches(config, reader)]
     return found
 
 
@@ -71,6 +71,16 @@ def _paths(config: Config, reader: Reader) -> Iterator[Problem]:
 def _stop(config: Config, reader: Reader) -> Iterator[Problem]:
     if "" in config.rollout.stop:
         yield reader.problem("rollout.stop", why='every response holds "", so that none would begin; leave it out')
+
+
+def _switches(config: Config, reader: Reader) -> Iterator[Problem]:
+    if config.switches.logprob_reuse and config.switches.chunk_overlap:
+        yield reader.problem(
+            "switches.logprob_reuse",
+            "switches.chunk_overlap",
+            why="R leaves no old-policy forward for S to overlap, and their effects must not be conflated; switch one "
+            "of them off",
+        )
 
 
 _DIGITS = ("digits", "worked", "layout", "labelled_images")

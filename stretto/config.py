@@ -279,6 +279,29 @@ class SftConfig(Block):
     eval_every: PositiveInt = Field(3, description="steps between validations")
 
 
+class SwitchesConfig(Block):
+    processor_pool: NonNegativeInt = Field(
+        0, description="P: processes that process prompts; 0: one thread of the rollout process"
+    )
+    logprob_reuse: bool = Field(
+        False, description="R: the training forward supplies the old-policy log-probs, without a forward of their own"
+    )
+    chunk_overlap: bool = Field(
+        False, description="S: phase 1 forwards a chunk as soon as its groups are there, not once all of the mini are"
+    )
+
+
+class Seams(BaseModel):
+    """Which implementation stands at each seam. No option sets these: the switches do (``stretto/switches``)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    processor_workers: NonNegativeInt = 0
+    old_policy: Literal["", "training_forward"] = ""
+    """Empty: what ``algorithm.old_policy`` says."""
+    phase1: Literal["whole", "chunks"] = "whole"
+
+
 class Config(Block):
     """A whole run. Sources, weakest first: defaults, recipe file, environment (``STRETTO_BLOCK__KEY``), ``--set``."""
 
@@ -296,6 +319,12 @@ class Config(Block):
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
     sft: SftConfig = SftConfig()
+    switches: SwitchesConfig = SwitchesConfig()
+    seams: Seams = Seams()
+
+    def with_seams(self, **seams: Any) -> Config:
+        """A new config with other seams; for switches alone."""
+        return self.model_copy(update={"seams": self.seams.model_copy(update=seams)})
 
     @property
     def importance_correction(self) -> Literal["none", "tis", "mis"]:

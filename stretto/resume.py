@@ -95,7 +95,8 @@ def _refuse_unless_none_was_due(config: Config, folder: Path, trained: int, foun
     if broken:
         problem = "none of its checkpoints can be used:\n" + "".join(f"  {line}\n" for line in broken)
     elif trained >= _first_checkpoint(config, folder):
-        problem = f"metrics.jsonl holds {trained} steps, but checkpoints/ holds no checkpoint; "
+        updates = trained * config.updates_per_partition
+        problem = f"metrics.jsonl holds {updates} updates, but checkpoints/ holds no checkpoint; "
     else:
         return
     raise StrettoError(
@@ -109,7 +110,8 @@ def _first_checkpoint(config: Config, folder: Path) -> int:
     was = config.model_dump()
     with suppress(StrettoError, LookupError):  # without a manifest that can be read, these options have to do
         was = read_manifest(folder)["sessions"][-1]["config"]
-    per = was["actor"].get("minis_per_partition", 1) * was["actor"].get("epochs", 1)
+    actor = was.get("actor", {})
+    per = actor.get("minis_per_partition", 1) * actor.get("epochs", 1)
     return math.ceil(int(was["checkpoint"]["every"] or was["run"]["updates"]) / per)
 
 

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from stretto.checks import cross_field_problems
 from stretto.config import Block, Config
+from stretto.controls import accepted, read_controls
 from stretto.problems import Problem
 from stretto.types import ConfigError
 from stretto.wording import Given, form, nearest, shown
@@ -229,6 +230,21 @@ class _Draft:
                 continue
             exact = option if name == option.name else None
             self.assign(name, parse_text(environ[variable], exact), f"environment {variable}")
+        for control, name, switched in read_controls(environ):
+            before = self.given.get(name)
+            if switched is None:
+                self.suspects.add(name)
+                self.problems.append(
+                    f"{control} = {shown(environ[control])} (environment): expected {accepted(control)}; or unset it"
+                )
+            elif before and before.origin == f"environment {OPTIONS[name].env}" and before.value != switched:
+                self.suspects.add(name)
+                self.problems.append(
+                    f"{control} = {shown(environ[control])} and {OPTIONS[name].env} = {shown(before.value)} "
+                    f"(environment) both set {name}, to different values; unset one of them"
+                )
+            else:
+                self.assign(name, switched, f"environment {control}")
 
     def read_sets(self, sets: Sequence[str]) -> None:
         for text in sets:

@@ -21,6 +21,7 @@ from stretto.preflight.folder import folder, going_on
 from stretto.preflight.machine import machine
 from stretto.preflight.model import model
 from stretto.preflight.reward import reward
+from stretto.preflight.switches import switches
 from stretto.problems import Problem
 from stretto.settings import OPTIONS, Resolved, resolve
 from stretto.types import ConfigError
@@ -34,6 +35,7 @@ TOPICS = (
     Topic("data", data, ("data.",)),
     Topic("forward", forward, ("model.", "data.")),
     Topic("batches", batch, ("model.", "data."), exit_code=2, training=True),
+    Topic("switches", switches, ("switches.", "algorithm.", "lora."), exit_code=2, training=True),
     Topic("reward", reward, ("reward.",), training=True),
     Topic("memory", memory, ("model.", "cluster.", "staleness.", "plane.", "actor.data_parallel"), training=True),
     Topic("disk", disk, ("model.", "run.", "checkpoint.", "staleness."), training=True),

@@ -47,7 +47,7 @@ def test_log_probs_without_gradient_are_those_of_training_bit_for_bit(dtype):
     records, payloads = actor_case.partition()
     actor = actor_case.core(cfg, payloads)
     metrics = actor_case.run_step(actor, records)
-    raw = actor.raw()
+    raw = actor.samples.raw()
     assert metrics[0]["ratio_deviation_max"] == 0.0
     np.testing.assert_array_equal(raw["old_logprobs"], raw["train_logprobs"])
     assert raw["global_index"].tolist() == list(range(12))

@@ -87,9 +87,9 @@ def reference(aggregation: str, change: str = "") -> tuple[float, dict[str, np.n
     options = {
         "suppressed": suppressed,
         "temperature": 1.0,
-        "clip_low": algorithm.clip_low,
-        "clip_high": algorithm.clip_high,
-        "tis": True,
+        "clip_low": algorithm.clip_range[0],
+        "clip_high": algorithm.clip_range[1],
+        "correction": "tis",
         "tis_cap": algorithm.tis_cap,
         "aggregation": aggregation,
     }

@@ -47,7 +47,7 @@ def test_the_ratio_to_the_engines_log_probs_is_one_at_equal_weights(temperature)
     cfg = actor_case.config(rollout={"temperature": temperature})
     actor = actor_case.core(cfg, payloads)
     (metrics,) = actor_case.run_step(actor, records)
-    raw = actor.raw()
+    raw = actor.samples.raw()
     ratio = np.exp(raw["old_logprobs"].astype(np.float64) - raw["rollout_logprobs"])
     assert len(ratio) > 50
     assert ratio.mean() == pytest.approx(1.0, abs=1e-5)

@@ -50,6 +50,7 @@ eval.every=25 eval.prompts=200
 cluster.address="" cluster.actor_cores=[] cluster.rollout_cores=[] cluster.device="auto"
 sft.steps=200 sft.batch=32 sft.lr=0.002 sft.warmup_steps=10 sft.stop_exact_match=0.28 sft.eval_below_loss=0.8
 sft.eval_every=3
+switches.processor_pool=0 switches.logprob_reuse=false switches.chunk_overlap=false
 """
 
 MODEL = "model.path=org/model"

@@ -24,6 +24,7 @@ BASE = {
     "model_table",
     "problems",
     "algorithm_checks",
+    "controls",
 }
 SHARED = {"models", "schedule", "observe"}
 STAGES = {"data", "rollout", "plane", "actor"}
@@ -66,7 +67,8 @@ WITHIN_BASE = {
     "algorithm_checks": {"config", "problems"},
     "checks": {"algorithm_checks", "config", "problems", "types", "wording", "model_table"},
     "machine_checks": {"checks", "config", "problems", "settings", "wording"},
-    "settings": {"checks", "config", "problems", "types", "wording"},
+    "controls": set(),
+    "settings": {"checks", "config", "controls", "problems", "types", "wording"},
 }
 # Modules that implement a seam which an option picks. build.py alone imports them; each exception has its reason.
 IMPLEMENTATIONS = {"stretto.rollout.hf", "stretto.plane.ray_plane"}

@@ -40,7 +40,7 @@ def trained(answers, reward="exact_match", **rollout_options):
     actor = core(cfg, payloads)
     records = [record for record, _ in arrived]
     (metrics,) = run_step(actor, records, groups_per_mini=2)
-    return actor.raw(), records, metrics
+    return actor.samples.raw(), records, metrics
 
 
 def responses_of(raw):

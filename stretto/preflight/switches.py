@@ -1,0 +1,27 @@
+"""The switches: which are on, who set them, and what would refuse each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto import switches as package
+from stretto.preflight.case import Case, Fact, Line
+from stretto.problems import Problem
+from stretto.wording import shown
+
+
+def switches(case: Case) -> Iterator[Line]:
+    """A fact for each switch; a problem for every guard of one that is on. Those of others are told where asked."""
+    yield Fact(f"condition {package.condition(case.config)}")
+    for switch in package.ALL:
+        option = f"switches.{switch.name}"
+        value = getattr(case.config.switches, switch.name)
+        reasons = switch.guards(case.config)
+        origin = case.reader.origins.get(option, "default")
+        state = "on" if switch.on(case.config) else "off"
+        yield Fact(f"{switch.letter}  {option} = {shown(value)} ({origin}): {state}")
+        for reason in reasons:
+            if switch.on(case.config):
+                yield Problem((option,), f"{option} = {shown(value)}: {reason}")
+            elif case.thorough:
+                yield Fact(f"   would be refused: {reason}")
