@@ -213,7 +213,8 @@ class Actor:
     def save(self, step: int, published: dict[int, list[Any]], extra: Mapping[str, Any]) -> None:
         """``extra``: plain JSON, found again in the checkpoint's state.
 
-        Raises StrettoError where any rank could not write its part: nothing is left of it then."""
+        Raises StrettoError where any rank could not write its part: nothing is left of it then.
+        """
         first = self.ranks[0]
         answers([first.begin_save.remote(step)], self.names[:1])
         try:

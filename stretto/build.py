@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from stretto.phase1 import Forward, Phase1
     from stretto.plane.protocol import DataPlane, Producer
     from stretto.rollout.engine import Engine, Sampling
-    from stretto.rollout.worker import RolloutWorker
+    from stretto.rollout.refill import Refill
+    from stretto.rollout.worker import Prompts, RolloutWorker
     from stretto.types import Split
 
 
@@ -65,6 +66,21 @@ def sampling(config: Config) -> Sampling:
         max_tokens=rollout.max_response_tokens,
         stop=rollout.stop,
         seed=config.run.seed,
+    )
+
+
+def refill(config: Config, rows: int) -> Refill | None:
+    """Dynamic sampling from a source of ``rows`` rows; None where it is off."""
+    from stretto.data.cursor import row_at
+    from stretto.rollout.refill import Refill
+
+    if config.rollout.refill_rounds == 0:
+        return None
+    return Refill(
+        groups=config.rollout.prompts_per_partition,
+        rounds=config.rollout.refill_rounds,
+        truncated=config.algorithm.truncated,
+        row_at=lambda position: row_at(position, rows, config.run.seed, config.data.shuffle)[1],
     )
 
 
@@ -166,6 +182,7 @@ async def rollout_worker(
             'them: run.determinism = "exact" cannot be kept; set it to "fast", or make the engine batch-invariant'
         )
     processor = InlineProcessor(family.process, tracer)
+    train: Prompts = open_as_begun(config, family) if producer else ()
     scheduler = Scheduler(
         router=router,
         processor=processor,
@@ -174,12 +191,13 @@ async def rollout_worker(
         sampling=sampling(config),
         groups_per_decode_batch=config.rollout.groups_per_decode_batch,
         tracer=tracer,
+        refill=refill(config, len(train)),
     )
     worker = RolloutWorker(
         router=router,
         scheduler=scheduler,
         mode=config.staleness.mode,
-        train=open_as_begun(config, family) if producer else [],
+        train=train,
         evaluation=cache(lambda split: source(config, split, family, keep=producer is not None)),
         fail=producer.fail if producer else _no_plane,
         closing=(rewarder.close, processor.close, router.close),

@@ -59,20 +59,25 @@ class Run:
 
     def start_rollout(self, k: int) -> None:
         """Open partition k in the data plane and queue its generation by version max(0, k - s)."""
-        rollout = self.config.rollout
-        epochs, rows = rows_of_partition(
-            k, rollout.prompts_per_partition, len(self.source), self.config.run.seed, self.config.data.shuffle
-        )
-        version = max(0, k - self.config.staleness.max)
+        rollout, plan = self.config.rollout, self._plan(k)
         self.plane.open(
             k,
-            len(rows),
+            rollout.prompts_per_partition,
             rollout.n_samples_per_prompt,
             minis=self.config.actor.minis_per_partition,
             chunks_per_mini=self.config.actor.chunks_per_mini,
         )
-        plan = PartitionPlan(partition=k, version=version, epochs=epochs, rows=rows)
-        self.rollout.run(plan, self.weights[version])
+        self.rollout.run(plan, self.weights[plan.version])
+
+    def _plan(self, k: int) -> PartitionPlan:
+        rollout, version = self.config.rollout, max(0, k - self.config.staleness.max)
+        if rollout.refill_rounds > 0:
+            start = self.rollout.position if k == self.first else None
+            return PartitionPlan(partition=k, version=version, start=start)
+        epochs, rows = rows_of_partition(
+            k, rollout.prompts_per_partition, len(self.source), self.config.run.seed, self.config.data.shuffle
+        )
+        return PartitionPlan(partition=k, version=version, epochs=epochs, rows=rows)
 
     @contextmanager
     def step(self, k: int) -> Iterator[Step]:
@@ -108,6 +113,8 @@ class Run:
         if self._checkpoint_due():
             with self.tracer.span("loop.checkpoint", update=step.k), step.timed("checkpoint"):
                 extra = {"metrics": self.records.line(step)}
+                if self.config.rollout.refill_rounds > 0:
+                    extra["position"] = self.rollout.position
                 self.actor.save(self.done, self.weights.before(self.done), extra)
                 self.saved = self.done
         self.records.step(step)
@@ -122,6 +129,7 @@ class Run:
         """
         if found.path is not None:
             self.actor.load(found.path, found.state)
+            self.rollout.position = found.state["extra"].get("position", 0)
             for version, buckets in read_published(found.path).items():
                 self.weights.keep(version, [ray.put(bucket) for bucket in buckets])
             if (line := found.state["extra"].get("metrics")) is not None:

@@ -102,6 +102,9 @@ class Rollout:
         self.process = remote.options(max_concurrency=1000).remote(config, place, plane, engines)
         plane.attach(self.process, "rollout")
         self._engines = engines
+        self.position = 0
+        """Dynamic sampling: where the candidates of the partition after the one last reported start; of the first one,
+        where they are to start."""
         self._bounded = config.staleness.mode == "bounded"
         self._turns = 0
         self._runs: dict[int, Any] = {}
@@ -121,6 +124,7 @@ class Rollout:
     def report(self, partition: int) -> dict[str, Any]:
         """Counts and times of a partition, once it is generated."""
         report: dict[str, Any] = answers([self._runs.pop(partition)], "rollout")[0]
+        self.position = report.get("next_position", self.position)
         return report
 
     def watch(self, note: Callable[[str], None]) -> None:

@@ -248,12 +248,16 @@ class WeightBucket:
 class PartitionPlan:
     """What the rollout side is told to make: prompts ``rows`` (one per group, group order) of partition k,
     by policy version ``version``.
+
+    Under dynamic sampling there are no ``rows``: they are those from position ``start`` of the sequence of epochs on;
+    None is where the candidates of the plan before ended, which the rollout side knows first.
     """
 
     partition: int
     version: int
-    epochs: tuple[int, ...]
-    rows: tuple[int, ...]
+    epochs: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    start: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,12 +70,15 @@ FREE_OPTIONS = frozenset(
 
 def binding_options(config: Config) -> dict[str, Any]:
     """The options that training depends on, by dotted name, as plain data."""
-    return {
+    binding = {
         f"{block}.{key}": value
         for block, keys in config.model_dump(mode="json").items()
         for key, value in keys.items()
         if block not in FREE_BLOCKS and f"{block}.{key}" not in FREE_OPTIONS
     }
+    # How many rounds a partition may take only decides whether the run ends for want of groups.
+    binding["rollout.refill_rounds > 0"] = binding.pop("rollout.refill_rounds") > 0
+    return binding
 
 
 def config_hash(config: Config) -> str:

@@ -1,7 +1,8 @@
 """Which rows a partition trains on: a pure function of the partition's number, which therefore *is* the data cursor.
 
 Partition k holds the positions ``k * prompts .. (k + 1) * prompts - 1`` of an endless sequence of epochs. Each epoch
-has every row exactly once, in an order of its own; a partition may straddle two epochs.
+has every row exactly once, in an order of its own; a partition may straddle two epochs. Under dynamic sampling a
+partition takes more of them, and the position that the next one starts at is the cursor.
 """
 
 from __future__ import annotations
@@ -24,13 +25,21 @@ def permutation(length: int, stream: int, index: int) -> np.ndarray:
     return order
 
 
+def row_at(position: int, length: int, seed: int, shuffle: bool) -> tuple[int, int]:
+    """``(epoch, row)`` at a position of the sequence, of a source with ``length`` rows. Without ``shuffle`` every epoch
+    is in row order.
+    """
+    epoch, offset = divmod(position, length)
+    return epoch, int(permutation(length, seed, epoch)[offset]) if shuffle else offset
+
+
 def rows_of_partition(
     k: int, prompts_per_partition: int, length: int, seed: int, shuffle: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The prompts of partition ``k``, one entry per group, in group order.
 
     Returns ``(epochs, rows)``: group g shows row ``rows[g]`` of the source, which has ``length`` rows, as part of epoch
-    ``epochs[g]``. Without ``shuffle`` every epoch is in row order.
+    ``epochs[g]``.
 
     Example: 10 rows, 4 prompts, no shuffle; partition 2 is ``((0, 0, 1, 1), (8, 9, 0, 1))``.
 
@@ -40,9 +49,5 @@ def rows_of_partition(
     if length < 1 or prompts_per_partition < 1 or k < 0:
         raise ValueError(f"no partition {k} of {prompts_per_partition} prompts from a source of {length} rows")
     first = k * prompts_per_partition
-    epochs, rows = [], []
-    for position in range(first, first + prompts_per_partition):
-        epoch, offset = divmod(position, length)
-        epochs.append(epoch)
-        rows.append(int(permutation(length, seed, epoch)[offset]) if shuffle else offset)
-    return tuple(epochs), tuple(rows)
+    places = [row_at(first + group, length, seed, shuffle) for group in range(prompts_per_partition)]
+    return tuple(epoch for epoch, _ in places), tuple(row for _, row in places)

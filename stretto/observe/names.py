@@ -99,6 +99,11 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "rollout_load_s": ("s", "engines loaded the weights, mean over engines"),
     "rollout_s": ("s", "the partition was generated, scored and put, back-pressure included; without rollout_load_s"),
+    "rollout_dropped_groups": (
+        "groups",
+        "dynamic sampling: groups that were generated and dropped, since their rewards were all equal",
+    ),
+    "rollout_refill_rounds": ("rounds", "dynamic sampling: rounds of further prompts that the partition took"),
     "engine_restarts": ("engines", "engines that died and were replaced, so far in this session"),
     "actor_rss_mib": ("MiB", "resident memory of the actor's largest process, shared pages included"),
     "rollout_rss_mib": ("MiB", "the same of the rollout process, which holds no model"),

@@ -2,10 +2,12 @@
 
 ``processor -> router -> reward -> put``: while engines decode, the images of the next batch are processed and the
 responses of earlier ones are scored and put. Every stage works on threads or processes of its own, so the event loop
-only hands over. Decode batch b is groups [b * m, (b + 1) * m) by index, whatever finishes first.
+only hands over. Decode batch b is groups [b * m, (b + 1) * m) by index, whatever finishes first; under dynamic sampling
+that holds for the candidates of each round (``refill.py``).
 
 Partitions and evaluations issue their batches one after the other, in the order in which they came; the next one's
-start as soon as the last batch of the one before is issued, while that is still being generated, scored and put.
+start as soon as the last batch of the one before is issued, while that is still being generated, scored and put. Under
+dynamic sampling only the puts remain by then: where the next partition starts depends on what was kept.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 
 from stretto.observe.trace import Tracer
 from stretto.rollout.engine import GroupRequest, Sampling
+from stretto.rollout.refill import Planned, Refill, TooFewGroups
 from stretto.rollout.router import DecodeBatch, Decoded, Offer, Router
 from stretto.types import (
     Evaluation,
@@ -58,16 +61,16 @@ class Rewarder(Protocol):
     def check_partition(self, partition: int, scores: Sequence[Score]) -> None: ...
 
 
-Finish = Callable[[int, Prompt, ProcessedPrompt, list[Response]], Coroutine[Any, Any, Any]]
-"""What becomes of a group whose responses are there."""
+Finish = Callable[[int, Prompt, ProcessedPrompt, list[Response]], Coroutine[Any, Any, None]]
+"""What becomes of a candidate whose responses are there."""
 
 
 @dataclass(kw_only=True)
 class _Work:
-    """A partition or an evaluation while its batches run. ``done``: what ``finish`` gave for each group."""
+    """A partition or an evaluation while its batches run. ``next_round``: see ``refill.Selection``."""
 
     name: str
-    groups: int
+    next_round: Callable[[], Awaitable[range]]
     read: Read
     finish: Finish
     sampling: Sampling
@@ -76,7 +79,6 @@ class _Work:
     batch_size: int
     span: str
     attrs: dict[str, Any]
-    done: dict[int, Any] = field(default_factory=dict)
     versions: set[int] = field(default_factory=set)
     load_s: float = 0.0
     begun_s: float = 0.0
@@ -95,6 +97,7 @@ class Scheduler:
         sampling: Sampling,
         groups_per_decode_batch: int,
         tracer: Tracer,
+        refill: Refill | None = None,
     ):
         self.router = router
         self.processor = processor
@@ -103,33 +106,39 @@ class Scheduler:
         self.sampling = sampling
         self.groups_per_decode_batch = groups_per_decode_batch if router.fixed_batches else 1
         self.tracer = tracer
+        self.refill = refill
         self._issuing = asyncio.Lock()
         self._reading = asyncio.Lock()
         self._room = asyncio.Semaphore(router.capacity + LOOK_AHEAD)
         self._order = itertools.count()
 
     async def run(self, plan: PartitionPlan, read: Read, offer: Offer | None) -> dict[str, float]:
-        """Generate, score and put every group of ``plan``; ``read(row)`` gives a prompt.
+        """Generate and score every candidate of ``plan`` and put what is kept; ``read(row)`` gives a prompt.
 
         ``offer`` is the version that generates all of it; None lets each batch take the newest. Returns the
-        partition's counts, ``rollout_load_s`` (mean over engines) and ``rollout_s`` (the rest, from its turn on).
-        Raises the first error of any stage, once all started work has settled, so that no row of a failed partition
-        appears later.
+        partition's counts over all candidates, ``rollout_load_s`` (mean over engines) and ``rollout_s`` (the rest, from
+        its turn on), and what ``refill.Selection.report`` adds. Raises the first error of any stage, once all started
+        work has settled, so that no row of a failed partition appears later.
         """
+        selection = Planned(plan.rows) if self.refill is None else self.refill.select(plan)
+        tokens: dict[int, int] = {}
+        scored: dict[int, list[Score]] = {}
 
-        async def finish(
-            group: int, prompt: Prompt, processed: ProcessedPrompt, responses: list[Response]
-        ) -> tuple[GroupRecord, list[Score]]:
-            with self.tracer.span("reward.score", partition=plan.partition, group=group):
-                scores = await self.rewarder.score(prompt, responses)
-            record = group_record(plan.partition, group, prompt, processed, responses, scores)
-            await self.put(record, group_fields(processed, responses))
-            return record, scores
+        def scores() -> list[Score]:
+            return [score for candidate in sorted(scored) for score in scored[candidate]]
+
+        async def finish(candidate: int, prompt: Prompt, processed: ProcessedPrompt, responses: list[Response]) -> None:
+            with self.tracer.span("reward.score", partition=plan.partition, group=candidate):
+                scored[candidate] = await self.rewarder.score(prompt, responses)
+            record = group_record(plan.partition, candidate, prompt, processed, responses, scored[candidate])
+            tokens[candidate] = sum(record.response_tokens)
+            for kept in selection.settle(record, group_fields(processed, responses)):
+                await self.put(*kept)
 
         work = _Work(
             name=f"partition {plan.partition}",
-            groups=len(plan.rows),
-            read=lambda group: read(plan.rows[group]),
+            next_round=selection.next_round,
+            read=lambda candidate: read(selection.row(candidate)),
             finish=finish,
             sampling=self.sampling,
             partition=plan.partition,
@@ -138,16 +147,19 @@ class Scheduler:
             span="rollout.generate",
             attrs={"partition": plan.partition},
         )
-        await self._complete(work)
-        finished: list[tuple[GroupRecord, list[Score]]] = [work.done[group] for group in range(work.groups)]
-        scores = [score for _, group in finished for score in group]
-        self.rewarder.check_partition(plan.partition, scores)
-        kinds = Counter(score.failure for score in scores)
+        try:
+            await self._complete(work)
+        except TooFewGroups:
+            self.rewarder.check_partition(plan.partition, scores())  # a reward that fails is the cause of it
+            raise
+        settled = scores()
+        self.rewarder.check_partition(plan.partition, settled)
+        kinds = Counter(score.failure for score in settled)
         load_s = work.load_s / self.router.replicas
-        return {
-            "samples": len(scores),
+        return selection.report() | {
+            "samples": len(settled),
             **{f"reward_{kind}": kinds[kind] for kind in FAILURES},
-            "response_tokens": sum(sum(record.response_tokens) for record, _ in finished),
+            "response_tokens": sum(tokens.values()),
             "rollout_load_s": load_s,
             "rollout_s": time.monotonic() - work.begun_s - load_s,
         }
@@ -157,15 +169,15 @@ class Scheduler:
         ``offer``'s version (None: the one the engines hold).
         """
 
-        async def finish(
-            _group: int, prompt: Prompt, _processed: ProcessedPrompt, responses: list[Response]
-        ) -> tuple[str, str, Score]:
+        done: dict[int, tuple[str, str, Score]] = {}
+
+        async def finish(group: int, prompt: Prompt, _processed: ProcessedPrompt, responses: list[Response]) -> None:
             (score,) = await self.rewarder.score(prompt, responses)
-            return prompt.answer, responses[0].text, score
+            done[group] = prompt.answer, responses[0].text, score
 
         work = _Work(
             name=f"evaluation on {split}",
-            groups=prompts,
+            next_round=Planned(range(prompts)).next_round,
             read=read,
             finish=finish,
             sampling=Sampling(n=1, temperature=0.0, max_tokens=self.sampling.max_tokens, stop=self.sampling.stop),
@@ -176,7 +188,7 @@ class Scheduler:
             attrs={"split": split},
         )
         await self._complete(work)
-        answers: list[tuple[str, str, Score]] = [work.done[group] for group in range(prompts)]
+        answers = [done[group] for group in range(prompts)]
         (version,) = work.versions or {-1 if offer is None else offer.version}
         return Evaluation(
             split=split,
@@ -189,15 +201,15 @@ class Scheduler:
 
     async def _complete(self, work: _Work) -> None:
         """Issue all batches of ``work`` when its turn has come, and return once all of them are through every stage."""
-        size = work.batch_size
+        size, index = work.batch_size, itertools.count()
         try:
             async with asyncio.TaskGroup() as tasks, self._issuing:
                 work.begun_s = time.monotonic()
-                for index, at in enumerate(range(0, work.groups, size)):
-                    await self._room.acquire()
-                    groups = range(at, min(at + size, work.groups))
-                    batch = tasks.create_task(self._batch(tasks, work, index, groups))
-                    batch.add_done_callback(lambda _: self._room.release())
+                while candidates := await work.next_round():
+                    for at in range(0, len(candidates), size):
+                        await self._room.acquire()
+                        batch = tasks.create_task(self._batch(tasks, work, next(index), candidates[at : at + size]))
+                        batch.add_done_callback(lambda _: self._room.release())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the first in time; the others are what it brought about
 
@@ -223,17 +235,12 @@ class Scheduler:
         work.versions.add(decoded.version)
         work.load_s += decoded.load_s
         for group, prompt, ready, responses in zip(groups, prompts, processed, decoded.groups, strict=True):
-            tasks.create_task(self._finish(work, group, prompt, ready, responses))
+            tasks.create_task(work.finish(group, prompt, ready, responses))
 
     async def _processed(self, work: _Work, groups: range) -> tuple[list[Prompt], list[ProcessedPrompt]]:
         async with self._reading:
             prompts = await asyncio.to_thread(lambda: [work.read(group) for group in groups])
         return prompts, list(await asyncio.gather(*(self.processor.process(prompt) for prompt in prompts)))
-
-    async def _finish(
-        self, work: _Work, group: int, prompt: Prompt, processed: ProcessedPrompt, responses: list[Response]
-    ) -> None:
-        work.done[group] = await work.finish(group, prompt, processed, responses)
 
 
 def mean(values: Sequence[float]) -> float:

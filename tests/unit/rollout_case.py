@@ -14,6 +14,7 @@ from stretto.config import RewardConfig
 from stretto.data.processor import InlineProcessor
 from stretto.observe.trace import Tracer
 from stretto.rollout.engine import Engine, Sampling
+from stretto.rollout.refill import Refill
 from stretto.rollout.reward import Rewarder
 from stretto.rollout.router import Router
 from stretto.rollout.scheduler import Scheduler
@@ -59,6 +60,7 @@ async def rollout(
     sampling: Sampling = SAMPLING,
     restarts: int = 0,
     timeout_s: float = 60,
+    refill: Refill | None = None,
 ) -> AsyncIterator[Case]:
     tracer = Tracer(None, "test")
     rewarder = Rewarder(RewardConfig(function=reward))
@@ -78,6 +80,7 @@ async def rollout(
         sampling=sampling,
         groups_per_decode_batch=m,
         tracer=tracer,
+        refill=refill,
     )
     try:
         yield Case(router, scheduler, arrived)
