@@ -15,6 +15,11 @@ def tells_its_row(response: str, answer: str, row_id: str) -> float:
     return row_of(row_id) + min(len(set(response)), 9) / 10
 
 
+def even_rows_differ(response: str, answer: str, row_id: str) -> float:
+    """Tells its row as ``tells_its_row``; samples of an odd row are all worth the same."""
+    return tells_its_row(response, answer, row_id) if row_of(row_id) % 2 == 0 else float(row_of(row_id))
+
+
 def row_of(row_id: str) -> int:
     return int(re.findall(r"\d+", row_id)[-1])
 

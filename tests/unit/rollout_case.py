@@ -6,19 +6,24 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import tiny
+import torch
 
+from stretto.actor.weights import iter_buckets
 from stretto.config import RewardConfig
 from stretto.data.processor import InlineProcessor
+from stretto.models.loading import load_model
 from stretto.observe.trace import Tracer
 from stretto.rollout.engine import Engine, Sampling
+from stretto.rollout.hf import HfEngine
 from stretto.rollout.refill import Refill
 from stretto.rollout.reward import Rewarder
-from stretto.rollout.router import Router
+from stretto.rollout.router import Offer, Router
 from stretto.rollout.scheduler import Scheduler
-from stretto.types import GroupFields, GroupRecord, PartitionPlan, Prompt
+from stretto.types import GroupFields, GroupRecord, PartitionPlan, ProcessedPrompt, Prompt
 
 SAMPLING = Sampling(n=2, temperature=1.0, max_tokens=6, seed=0)
 LAYOUTS: list[tuple[tuple[int, int], ...]] = [((32, 64),), (), ((64, 32), (32, 32))]
@@ -30,6 +35,26 @@ def read(row: int) -> Prompt:
 
 def plan(count: int, version: int = 0, partition: int = 4) -> PartitionPlan:
     return PartitionPlan(partition=partition, version=version, epochs=(0,) * count, rows=tuple(range(count)))
+
+
+def hf(_replica: int = 0) -> HfEngine:
+    return HfEngine(tiny.family(), lambda: load_model(tiny.model_config(), 0), "cpu")
+
+
+@cache
+def published(version: int) -> Offer:
+    """Weights of another model for each version, as the actor publishes them."""
+    named = dict(tiny.model(seed=version).named_parameters())
+    return Offer(version, list(iter_buckets(named, version, torch.float32)))
+
+
+class SlowFor(InlineProcessor):
+    """Takes longer for some rows, so that work would finish out of order if order depended on speed."""
+
+    async def process(self, prompt: Prompt) -> ProcessedPrompt:
+        if prompt.row_id in ("row-0", "row-4"):
+            await asyncio.sleep(0.2)
+        return await super().process(prompt)
 
 
 @dataclass

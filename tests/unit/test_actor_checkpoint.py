@@ -227,3 +227,8 @@ def test_config_hash_leaves_out_where_a_run_lives_and_nothing_else():
     assert config_hash(base) == config_hash(moved)
     assert config_hash(base) != config_hash(Config.model_validate({"run": {"seed": 1}}))
     assert config_hash(base) != config_hash(Config.model_validate({"actor": {"lr": 1e-3}}))
+
+
+def test_how_often_a_partition_is_refilled_may_change_on_a_resume_and_whether_it_is_may_not():
+    none, one, five = (config_hash(Config.model_validate({"rollout": {"refill_rounds": n}})) for n in (0, 1, 5))
+    assert one == five != none

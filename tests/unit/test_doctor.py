@@ -221,6 +221,8 @@ def test_every_row_is_looked_at_and_what_is_left_out_is_a_warning(recipe):
         for text in cautions(found)
         if text.startswith("2 of 4 train rows can not be used and are left out (data.bad_rows)")
     ]
+    found = doctor(recipe, *files, "data.bad_rows=skip", "rollout.refill_rounds=1", "actor.epochs=5")
+    assert "5 updates take 8, which is 4 epochs; groups that are dropped come on top" in facts(found, "data")
     (text,) = texts(doctor(recipe, *files))
     assert "row bad.jsonl:3: " in text and "row bad.jsonl:4: " in text
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_case import read, rollout
+from rollout_case import SlowFor, hf, published, read, rollout
 from stub_engine import StubEngine, response, weights
-from test_rollout_scheduler import SlowFor, hf, published
 
 from stretto import build
 from stretto.config import Config, RewardConfig

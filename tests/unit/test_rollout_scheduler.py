@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import time
 
 import pytest
 import tiny
-import torch
-from rollout_case import LAYOUTS, SAMPLING, plan, read, rollout
+from rollout_case import LAYOUTS, SAMPLING, SlowFor, hf, plan, published, read, rollout
 from stub_engine import StubEngine, response, weights
 
-from stretto.actor.weights import iter_buckets
 from stretto.data.processor import InlineProcessor
 from stretto.models.loading import load_model
 from stretto.plane.payload import check_group
 from stretto.rollout.hf import HfEngine
 from stretto.rollout.router import Offer
 from stretto.types import Score, StrettoError
-
-
-def hf(_replica=0):
-    return HfEngine(tiny.family(), lambda: load_model(tiny.model_config(), 0), "cpu")
-
-
-@functools.cache
-def published(version):
-    """Weights of another model for each version, as the actor publishes them."""
-    named = dict(tiny.model(seed=version).named_parameters())
-    return Offer(version, list(iter_buckets(named, version, torch.float32)))
 
 
 def run(count=7, version=0, make=hf, offer=published, **options):
@@ -42,15 +28,6 @@ def run(count=7, version=0, make=hf, offer=published, **options):
             return report, case
 
     return asyncio.run(body())
-
-
-class SlowFor(InlineProcessor):
-    """Takes longer for some rows, so that work would finish out of order if order depended on speed."""
-
-    async def process(self, prompt):
-        if prompt.row_id in ("row-0", "row-4"):
-            await asyncio.sleep(0.2)
-        return await super().process(prompt)
 
 
 def test_every_group_is_put_once_whole_and_as_declared():
