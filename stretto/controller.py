@@ -129,7 +129,8 @@ class Run:
         """
         if found.path is not None:
             self.actor.load(found.path, found.state)
-            self.rollout.position = found.state["extra"].get("position", 0)
+            if self.config.rollout.refill_rounds > 0:
+                self.rollout.position = found.state["extra"]["position"]
             for version, buckets in read_published(found.path).items():
                 self.weights.keep(version, [ray.put(bucket) for bucket in buckets])
             if (line := found.state["extra"].get("metrics")) is not None:
