@@ -64,4 +64,4 @@ def assert_the_next_prompts_that_say_something(path: Path, run: Path) -> None:
         assert metrics[k]["zero_signal_groups"] == 0 and metrics[k]["samples"] == 32
     assert sum(row["rollout_dropped_groups"] for row in metrics) >= 10
     state = json.loads((run / "checkpoints/step_000005/state.json").read_text())
-    assert state["extra"] == {"position": at}
+    assert state["extra"]["position"] == at
