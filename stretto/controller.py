@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -112,7 +113,7 @@ class Run:
             self.records.evaluation(evaluation)
         if self._checkpoint_due():
             with self.tracer.span("loop.checkpoint", update=step.k), step.timed("checkpoint"):
-                extra = {"metrics": self.records.line(step)}
+                extra: dict[str, Any] = {"metrics": self.records.line(step)}
                 if self.config.rollout.refill_rounds > 0:
                     extra["position"] = self.rollout.position
                 self.actor.save(self.done, self.weights.before(self.done), extra)
