@@ -17,12 +17,13 @@ from stretto.config import Config, RewardConfig
 from stretto.data.cursor import rows_of_partition
 from stretto.observe.names import METRICS
 from stretto.observe.trace import Tracer
+from stretto.phase1 import Phase1Batch
 from stretto.records import Step
 from stretto.rollout.refill import Refill, TooFewGroups
 from stretto.rollout.reward import Rewarder
 from stretto.rollout.router import Offer
 from stretto.rollout.worker import RolloutWorker
-from stretto.types import GroupRecord, PartitionPlan, Score, StrettoError
+from stretto.types import ChunkSchedule, GroupRecord, Mini, PartitionPlan, Score, StrettoError
 
 ROWS = 10
 SAYS_SOMETHING = {1, 2, 5, 6, 9}
@@ -378,19 +379,11 @@ def test_without_it_a_report_has_no_counts_of_it():
 
 
 def test_its_counts_become_metrics_and_the_position_does_not():
-    class Batch:
-        records = (record(0),)
-        exposed_wait_s = 0.0
-
-        class mini:
-            class chunk:
-                ranks = ((),)
-                fill = 1.0
-
-            chunks = (chunk,)
-
+    chunk = ChunkSchedule(chunk=0, groups=(0,), layout="padded", ranks=((),), fill=1.0)
+    mini = Mini(partition=1, index=0, chunks=(chunk,))
+    batch = Phase1Batch(minis=(mini,), records=(record(0),), leases=(), exposed_wait_s=0.0)
     step = Step(0)
-    step.add(Batch, REPORTS[1])
+    step.add(batch, REPORTS[1])
     found = {name: step.metrics[name] for name in METRICS if name in step.metrics}
     assert found == step.metrics
     assert found["rollout_dropped_groups"] == 5 and found["rollout_refill_rounds"] == 3
