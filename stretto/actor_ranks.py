@@ -20,7 +20,7 @@ from stretto.plane.protocol import Lease
 from stretto.plane.ray_plane import RayPlane
 from stretto.remote import answers, failure, memory_mib, settled
 from stretto.stops import STOPS
-from stretto.types import ChunkSchedule, GroupRecord, Mini, StrettoError, WeightBucket
+from stretto.types import ChunkSchedule, ForwardReport, GroupRecord, Mini, StrettoError, WeightBucket
 
 LEAVE_S = 1.0
 """How long ranks may take to say goodbye to one another before their processes are killed."""
@@ -84,7 +84,7 @@ class ActorProcess:
         master = self.core.trainer.master
         return fingerprint(master.named_parameters()), tensor_sums(master.named())
 
-    def phase1(self, chunk: ChunkSchedule, lease: Lease) -> dict[str, float]:
+    def phase1(self, chunk: ChunkSchedule, lease: Lease) -> ForwardReport:
         return self.core.phase1(chunk, lease.records, lease)
 
     def phase2(self, records: Sequence[GroupRecord]) -> dict[str, float]:
@@ -181,14 +181,12 @@ class Actor:
         require_alike(replicas, "parameters")
         return combine(add_sums(sums))
 
-    def forward(self, chunk: ChunkSchedule, lease: Lease) -> Callable[[], None]:
-        """Start phase 1 of one chunk; ranks take chunks in the order of these calls. Returns a call that waits."""
+    def forward(self, chunk: ChunkSchedule, lease: Lease) -> Callable[[], list[ForwardReport]]:
+        """Start phase 1 of one chunk; ranks take chunks in the order of these calls. Returns a call that waits, and
+        gives what each rank reports.
+        """
         refs = [rank.phase1.remote(chunk, lease) for rank in self.ranks]
-
-        def finish() -> None:
-            answers(refs, self.names)
-
-        return finish
+        return lambda: answers(refs, self.names)
 
     def advantages(self, records: Sequence[GroupRecord]) -> dict[str, float]:
         """Phase 2: the records of the whole partition, on every rank."""

@@ -42,9 +42,10 @@ def plane(config: Config) -> Any:
 
 def phase1(config: Config, plane: DataPlane, forward: Forward, tracer: Tracer, device: str) -> Phase1:
     """``device``: the actor's, cpu or cuda."""
-    from stretto.phase1 import WholePartition
+    from stretto.phase1 import ByChunk, WholePartition
 
-    return WholePartition(config, plane, forward, tracer, device)
+    kind = ByChunk if config.seams.phase1 == "chunks" else WholePartition
+    return kind(config, plane, forward, tracer, device)
 
 
 def engine(config: Config, device: str) -> Engine:
@@ -215,7 +216,7 @@ def actor_rank(config: Config, fetch: Fetch, tracer: Tracer, device: str, group:
     import torch
 
     from stretto.actor.hook import load_hook
-    from stretto.actor.old_policy import DedicatedForward, RolloutLogprobs
+    from stretto.actor.old_policy import DedicatedForward, RolloutLogprobs, TrainingForward
     from stretto.actor.rank import ActorRankCore
     from stretto.actor.teacher import HostedModel
     from stretto.models.loading import load_family, load_model
@@ -231,6 +232,7 @@ def actor_rank(config: Config, fetch: Fetch, tracer: Tracer, device: str, group:
         "actor": DedicatedForward,
         "old_actor": partial(DedicatedForward, tag="old_actor"),
         "rollout": RolloutLogprobs,
+        "training_forward": TrainingForward,
     }
     return ActorRankCore(
         config,
@@ -239,7 +241,7 @@ def actor_rank(config: Config, fetch: Fetch, tracer: Tracer, device: str, group:
         fetch,
         tracer,
         group,
-        old_policy=sources[config.algorithm.old_policy],
+        old_policy=sources[config.seams.old_policy or config.algorithm.old_policy],
         teacher=teacher,
         hook=load_hook(config.actor.before_logprob_hook),
     )

@@ -50,6 +50,9 @@ class Step:
         self.metrics |= {name: v for name, v in rollout.items() if name.startswith(("rollout_", "reward_", "engine_"))}
         self.metrics |= {
             "exposed_wait_s": batch.exposed_wait_s,
+            "forward_s": sum(ended - begun for begun, ended in batch.forwards),
+            "overlap_fraction": batch.overlap(rollout["last_put_s"]),
+            "fetched_bytes": batch.fetched_bytes,
             "tokens": sum(r.tokens for r in records),
             "response_tokens": sum(lengths),
             "images": sum(r.images for r in records),

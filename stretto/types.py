@@ -221,6 +221,17 @@ class Mini:
         return [m for chunk in self.chunks for m in chunk.ranks[rank]]
 
 
+@dataclass(frozen=True)
+class ForwardReport:
+    """Phase 1 of one chunk on one rank: when its forwards began and ended (seconds of the wall clock), and the bytes of
+    payload that it fetched for them.
+    """
+
+    begun_s: float
+    ended_s: float
+    fetched_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorMeta:
     """One tensor of a published or exported model; ``shard`` is (index, count) along dim 0."""

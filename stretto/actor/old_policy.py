@@ -1,9 +1,8 @@
 """Where old-policy log-probs come from: the seam of phase 1.
 
 ``DedicatedForward`` computes them before training, by a forward without gradient; ``RolloutLogprobs`` takes what the
-rollout engine reported. Another implementation may do nothing in phase 1 and let the training forward's own values
-stand in (it then returns ``new_T`` itself): the stages call the same methods in every condition and do not know which
-one was built.
+rollout engine reported; ``TrainingForward`` lets the training forward's own values stand in. The stages call the same
+methods in every condition and do not know which one was built.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class KeptForward:
         self.role = role
         self._kept: dict[int, Tensor] = {}
 
-    def prepare(self, samples: Sequence[int], collate: Collate, inert: bool = False) -> None:
+    def prepare(self, samples: Sequence[int], collate: Collate, partition: int, inert: bool = False) -> None:
         """Forward one microbatch; an ``inert`` one only keeps ranks in step, its values are not kept."""
-        count = 0 if inert else len(samples)
-        with self._tracer.span("actor.forward", role=self.role, samples=count, inert=inert), torch.no_grad():
+        attrs = {"partition": partition, "role": self.role, "samples": 0 if inert else len(samples), "inert": inert}
+        with self._tracer.span("actor.forward", **attrs), torch.no_grad():
             batch = collate()
             logprobs_T, _ = forward_logprobs(self._family, self._model, batch, self._temperature)
             host = logprobs_T.cpu()
@@ -77,8 +76,10 @@ class OldPolicySource(Protocol):
 
     tag: Literal["actor", "old_actor"]
     """The weights that ``prepare`` wants to find in the model."""
+    reused: int
+    """Samples, so far, whose values were those of the training forward."""
 
-    def prepare(self, samples: Sequence[int], collate: Collate, inert: bool = False) -> None:
+    def prepare(self, samples: Sequence[int], collate: Collate, partition: int, inert: bool = False) -> None:
         """Phase 1, once for each microbatch; ``collate`` lays it out when called. An ``inert`` one only keeps ranks in
         step: its values are not kept, and ``values`` is never asked for them.
         """
@@ -113,10 +114,11 @@ class DedicatedForward:
         tag: Literal["actor", "old_actor"] = "actor",
     ):
         self.tag = tag
+        self.reused = 0
         self._forward = KeptForward(family, model, temperature, tracer, "old")
 
-    def prepare(self, samples: Sequence[int], collate: Collate, inert: bool = False) -> None:
-        self._forward.prepare(samples, collate, inert)
+    def prepare(self, samples: Sequence[int], collate: Collate, partition: int, inert: bool = False) -> None:
+        self._forward.prepare(samples, collate, partition, inert)
 
     def known(self, sample: int) -> Tensor | None:
         return self._forward.kept(sample) if self.tag == "actor" else None
@@ -137,9 +139,9 @@ class RolloutLogprobs:
     tag: Literal["actor", "old_actor"] = "actor"
 
     def __init__(self, family: Family, model: nn.Module, temperature: float, tracer: Tracer):
-        pass
+        self.reused = 0
 
-    def prepare(self, samples: Sequence[int], collate: Collate, inert: bool = False) -> None:
+    def prepare(self, samples: Sequence[int], collate: Collate, partition: int, inert: bool = False) -> None:
         pass
 
     def known(self, sample: int) -> Tensor | None:
@@ -150,3 +152,13 @@ class RolloutLogprobs:
 
     def end_partition(self) -> None:
         pass
+
+
+class TrainingForward(RolloutLogprobs):
+    """The training forward's own values: no forward in phase 1. In the first update after the policy sampled they are
+    the old policy's, so that the ratio is exactly 1 while the gradient flows.
+    """
+
+    def values(self, samples: Sequence[int], new_T: Tensor, rollout_T: Tensor) -> Tensor:
+        self.reused += len(samples)
+        return new_T

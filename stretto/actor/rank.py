@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from stretto.observe.fingerprint import column_sum, combine, fingerprint, finger
 from stretto.observe.trace import Tracer
 from stretto.types import (
     ChunkSchedule,
+    ForwardReport,
     GroupFields,
     GroupRecord,
     Microbatch,
@@ -107,39 +109,38 @@ class ActorRankCore:
 
     # Phases --------------------------------------------------------------------------------------------------------
 
-    def phase1(self, chunk: ChunkSchedule, records: Sequence[GroupRecord], refs: Any) -> dict[str, float]:
+    def phase1(self, chunk: ChunkSchedule, records: Sequence[GroupRecord], refs: Any) -> ForwardReport:
         """Fetch this rank's groups of one chunk and run the forwards without gradient.
 
         ``records``: those of the chunk's groups, in any order. Raises StrettoError naming the sample where its payload
         does not fit its record.
         """
-        mine = chunk.ranks[self.group.rank]
+        mine, partition = chunk.ranks[self.group.rank], records[0].partition
         by_group = {record.group: record for record in records}
         n = records[0].n
         wanted = sorted({index // n for microbatch in mine for index in microbatch.samples})
         owned = sorted({index // n for microbatch in mine if not microbatch.inert for index in microbatch.samples})
         if self.samples.partition < 0:
-            self._begin(records[0].partition)
-        with self.tracer.span(
-            "actor.fetch", partition=records[0].partition, chunk=chunk.chunk, groups=len(wanted)
-        ) as attrs:
+            self._begin(partition)
+        with self.tracer.span("actor.fetch", partition=partition, chunk=chunk.chunk, groups=len(wanted)) as attrs:
             payloads = self.fetch(refs, wanted)
-            attrs["bytes"] = sum(_bytes(fields) for fields in payloads.values())
+            nbytes = attrs["bytes"] = sum(_bytes(fields) for fields in payloads.values())
+        begun_s = time.time()
         for group in wanted:
             self.samples.take(by_group[group], payloads[group])
         self.samples.records.update((group, by_group[group]) for group in owned)
         with self.tags.active(self.old_policy.tag):
             for microbatch in mine:
                 collate = partial(self._collate, self.family, microbatch.samples)
-                self.old_policy.prepare(microbatch.samples, collate, inert=microbatch.inert)
+                self.old_policy.prepare(microbatch.samples, collate, partition, inert=microbatch.inert)
         for other in self._others():
             with other.resident():
                 for microbatch in mine:
                     collate = partial(self._collate, other.family, microbatch.samples)
-                    other.forward.prepare(microbatch.samples, collate, inert=microbatch.inert)
+                    other.forward.prepare(microbatch.samples, collate, partition, inert=microbatch.inert)
         real = [index for microbatch in mine if not microbatch.inert for index in microbatch.samples]
         self.samples.owned.extend(real)
-        return {"samples": len(real), "groups": len(owned), "microbatches": len(mine), "fill": chunk.fill}
+        return ForwardReport(begun_s, time.time(), nbytes)
 
     def _begin(self, partition: int) -> None:
         """What comes before the first forward of a partition."""
@@ -214,10 +215,12 @@ class ActorRankCore:
         self.trainer.begin()
         for microbatch in mini.microbatches(self.group.rank):
             count = 0 if microbatch.inert else len(microbatch.samples)
-            with self.tracer.span("actor.train", **where, samples=count, inert=microbatch.inert):
+            reused = self.old_policy.reused
+            with self.tracer.span("actor.train", **where, samples=count, inert=microbatch.inert) as attrs:
                 batch = self._collate(self.family, microbatch.samples)
                 rows = self._rows(microbatch, batch)
                 new_T = self.trainer.train(batch, policy_objective(self.config, batch, rows))
+                attrs["reused"] = self.old_policy.reused - reused
             if not microbatch.inert:
                 self.samples.keep(self.samples.new, microbatch.samples, batch, new_T)
         with self.tracer.span("actor.optimizer", **where) as attrs:

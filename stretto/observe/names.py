@@ -19,6 +19,7 @@ SPANS: dict[str, str] = {
     "actor.fetch": "payloads are fetched by index",
     "actor.forward": "a forward without gradient; `role` says under which weights",
     "actor.advantages": "advantages over the full batch",
+    "actor.hook": "the function of actor.before_logprob_hook",
     "actor.train": "forward and backward of one microbatch",
     "actor.optimizer": "reduction, normaliser, clipping, optimizer step",
     "actor.publish": "the new weights leave the actor",
@@ -49,6 +50,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "truncated_fraction": ("share", "responses cut at rollout.max_response_tokens"),
     "zero_signal_groups": ("groups", "groups in which all rewards are equal, so that every advantage is 0"),
     "reward_mean": ("reward", "mean over valid samples"),
+    "reward_kl_mean": (
+        "nats",
+        "KL(old || reference) of a response, mean over valid samples",
+    ),
     "tokens": ("tokens", "prompt and response tokens over all samples, without padding"),
     "response_tokens": ("tokens", "response tokens over all samples"),
     "response_length_mean": ("tokens", "response tokens per sample, mean"),
@@ -93,6 +98,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "response_tokens_per_s": ("tokens/s", "response_tokens / step_s"),
     "samples_per_s": ("samples/s", "samples / step_s"),
     "exposed_wait_s": ("s", "the actor waited for groups of this partition"),
+    "forward_s": ("s", "phase 1: the forwards of each chunk, on the rank that takes longest"),
+    "overlap_fraction": ("share", "forward_s before the last group of the partition was put"),
+    "fetched_bytes": ("bytes", "payload that actor ranks fetched"),
     "rollout_waited_s": (
         "s",
         "the rollout side had no work when the plan of this partition came: it waited for weights",

@@ -116,13 +116,14 @@ class Scheduler:
         """Generate and score every candidate of ``plan`` and put what is kept; ``read(row)`` gives a prompt.
 
         ``offer`` is the version that generates all of it; None lets each batch take the newest. Returns the
-        partition's counts over all candidates, ``rollout_load_s`` (mean over engines) and ``rollout_s`` (the rest, from
-        its turn on), and what ``refill.Selection.report`` adds. Raises the first error of any stage, once all started
-        work has settled, so that no row of a failed partition appears later.
+        partition's counts over all candidates, ``last_put_s`` (wall clock), ``rollout_load_s`` (mean over engines),
+        ``rollout_s`` (the rest, from its turn on), and what ``refill.Selection.report`` adds. Raises the first error of
+        any stage, once all started work has settled, so that no row of a failed partition appears later.
         """
         selection = Planned(plan.rows) if self.refill is None else self.refill.select(plan)
         tokens: dict[int, int] = {}
         scored: dict[int, list[Score]] = {}
+        last_put_s: list[float] = []
 
         def scores() -> list[Score]:
             return [score for candidate in sorted(scored) for score in scored[candidate]]
@@ -134,6 +135,7 @@ class Scheduler:
             tokens[candidate] = sum(record.response_tokens)
             for kept in selection.settle(record, group_fields(processed, responses)):
                 await self.put(*kept)
+                last_put_s.append(time.time())
 
         work = _Work(
             name=f"partition {plan.partition}",
@@ -157,6 +159,7 @@ class Scheduler:
         kinds = Counter(score.failure for score in settled)
         load_s = work.load_s / self.router.replicas
         return selection.report() | {
+            "last_put_s": max(last_put_s),
             "samples": len(settled),
             **{f"reward_{kind}": kinds[kind] for kind in FAILURES},
             "response_tokens": sum(tokens.values()),
