@@ -16,6 +16,8 @@ from stretto.observe.trace import Tracer
 from stretto.types import StrettoError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from stretto.actor.parallel import RankGroup
     from stretto.actor.rank import ActorRankCore, Fetch, OldPolicyFactory
     from stretto.data.check import Gauge, Note
@@ -49,11 +51,18 @@ def phase1(config: Config, plane: DataPlane, forward: Forward, tracer: Tracer, d
 
 
 def engine(config: Config, device: str) -> Engine:
-    """An engine of this process, not yet started."""
+    """An engine of this process, not yet started; its model takes what ``models.lora.published`` gives."""
+    from stretto.models import lora
     from stretto.models.loading import load_family, load_model
     from stretto.rollout.hf import HfEngine
 
-    return HfEngine(load_family(config.model), lambda: load_model(config.model, config.run.seed, device), device)
+    def model() -> nn.Module:
+        loaded = load_model(config.model, config.run.seed, device)
+        if config.lora.rank > 0 and config.lora.publish == "adapter":
+            lora.inject(loaded, config.lora, config.run.seed)
+        return loaded
+
+    return HfEngine(load_family(config.model), model, device)
 
 
 def sampling(config: Config) -> Sampling:
@@ -220,10 +229,12 @@ def actor_rank(config: Config, fetch: Fetch, tracer: Tracer, device: str, group:
     from stretto.actor.rank import ActorRankCore
     from stretto.actor.teacher import HostedModel
     from stretto.models.loading import load_family, load_model
+    from stretto.models.parts import prepare, seed_dropout
     from stretto.models.teacher import load_teacher_family, teacher_config
 
     family = load_family(config.model)
     model = load_model(config.model, config.run.seed, device)
+    prepare(model, family, config)
     teacher = None
     if config.algorithm.teacher:
         hosted = HostedModel(load_model(teacher_config(config), config.run.seed), torch.device(device))
@@ -234,6 +245,7 @@ def actor_rank(config: Config, fetch: Fetch, tracer: Tracer, device: str, group:
         "rollout": RolloutLogprobs,
         "training_forward": TrainingForward,
     }
+    seed_dropout(config.run.seed, group.rank)
     return ActorRankCore(
         config,
         family,

@@ -228,11 +228,12 @@ def export(
     run_dir: Annotated[Path, typer.Argument(help="Folder of a training run (run.dir).")],
     output: Annotated[Path, typer.Argument(help="New folder for the model.")],
     step: Annotated[int | None, typer.Option(help="Checkpoint to export; default: the newest.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapters, as peft loads them.")] = False,
 ) -> None:
-    """Turn a checkpoint into a Hugging Face directory that `from_pretrained` loads."""
+    """Turn a checkpoint into a Hugging Face directory that `from_pretrained` loads, adapters merged in."""
     from stretto.export import export as write
 
-    checkpoint = write(run_dir, output, step)
+    checkpoint = write(run_dir, output, step, adapter=adapter)
     print(f"exported {checkpoint} to {output} ({_mib(output):.1f} MiB)")
 
 

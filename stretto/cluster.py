@@ -36,10 +36,10 @@ def object_store_bytes(config: Config) -> int:
     """What Ray must hold in shared memory at once: the plane's payloads, the s + 1 published versions and the next one,
     which is made before the oldest is let go, and some room. With less, Ray would spill weights to disk.
     """
-    from stretto.models.loading import weight_bytes
+    from stretto.models.lora import published_bytes
 
     versions = config.staleness.max + 2
-    return config.plane.capacity_mib * 2**20 + versions * weight_bytes(config.model) + 512 * 2**20
+    return config.plane.capacity_mib * 2**20 + versions * published_bytes(config) + 512 * 2**20
 
 
 class WeightStore:

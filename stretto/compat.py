@@ -100,13 +100,12 @@ def enable_gradient_checkpointing(model: Any) -> None:
     """Recompute activations in the backward. Called ``gradient_checkpointing_enable`` until 5.24, which warns about it.
 
     Remove once the lowest supported release has ``activation_checkpointing_enable``. transformers recomputes only in
-    train mode; without dropout that changes nothing else.
+    train mode, which is left to the caller.
     """
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
 
 
 @contextmanager

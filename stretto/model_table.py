@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from stretto.config import Block, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from stretto.config import Block, Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from stretto.types import ConfigError
 from stretto.wording import form, nearest, shown
 
@@ -47,7 +47,7 @@ class Text(Block):
     initializer_range: NonNegativeFloat = 0.02
     rms_norm_eps: PositiveFloat = 1e-6
     attention_bias: bool = False
-    attention_dropout: float = Field(0.0, ge=0, le=0)
+    attention_dropout: Decay = 0.0
     use_cache: bool = True
     pad_token_id: NonNegativeInt | None = None
 
@@ -113,9 +113,7 @@ class _Checker:
     def _field(self, model: type[Block], table: Mapping[str, Any], prefix: str, key: str, kind: str) -> None:
         known, name = model.model_fields, f"{prefix}{key}"
         accepted = form(known[key].annotation, known[key].metadata)
-        if key == "attention_dropout":
-            accepted = "0, since rollout and actor must compute the same"
-        elif key == "in_channels":
+        if key == "in_channels":
             accepted = "3, since images are RGB"
         if kind == "missing":
             self.refuse(name, None, f"missing; expected {accepted}: its default would be a full model's ({EXAMPLE})")

@@ -22,6 +22,7 @@ from stretto.data.cursor import rows_of_partition
 from stretto.data.source import Source
 from stretto.models.batch import SampleInput
 from stretto.models.loading import load_family, load_model, save_model
+from stretto.models.parts import seed_dropout
 from stretto.models.qwen3_vl import Qwen3VL
 from stretto.rollout.engine import GroupRequest, Sampling
 from stretto.rollout.hf import HfEngine
@@ -59,6 +60,7 @@ def run_sft(config: Config, output: Path, report: Report = lambda *_: None, note
     lr = warmup_constant_decay(
         peak=sft.lr, warmup=sft.warmup_steps, updates=sft.steps, decay_fraction=0.0, decay_to=1.0
     )
+    seed_dropout(config.run.seed)
     trainer = Trainer(family, model, config.actor, lr, temperature=1.0)
     validate = _Validation(config, family, model, validation)
 

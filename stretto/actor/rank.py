@@ -39,6 +39,7 @@ from stretto.actor.trainer import Trainer
 from stretto.actor.weights import WeightTags, iter_buckets
 from stretto.config import Config
 from stretto.models.batch import SampleBatch
+from stretto.models.lora import published
 from stretto.observe.fingerprint import column_sum, combine, fingerprint, fingerprint_record, tensor_sums
 from stretto.observe.trace import Tracer
 from stretto.types import (
@@ -233,9 +234,9 @@ class ActorRankCore:
         }
 
     def publish(self, version: int) -> Iterator[WeightBucket]:
-        """The model's weights as policy version ``version``, in the engine's dtype (``model.dtype``)."""
+        """The weights that engines get as policy version ``version``, in the engine's dtype (``model.dtype``)."""
         dtype = DTYPES[self.config.model.dtype]
-        return iter_buckets(dict(self.model.named_parameters()), version, dtype)
+        return iter_buckets(published(self.model, self.config), version, dtype)
 
     def end_partition(self) -> None:
         """Forget the samples of the partition; call after ``evidence``."""

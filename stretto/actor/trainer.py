@@ -7,7 +7,8 @@ divides, clips, and steps. The objective is the caller's, so that GRPO and super
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from stretto.actor.optim import LrSchedule, build_adamw
 from stretto.actor.parallel import RankGroup, Statistics, reduce_sum
 from stretto.config import ActorConfig
 from stretto.models.batch import SampleBatch
+from stretto.models.parts import has_dropout
 
 Objective = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """From log-probs float32 [T] (with gradient) and entropies float32 [T] (without) of one microbatch to the unnormalised
@@ -69,6 +71,8 @@ class Trainer:
         )
         self.optimizer_step = 0
         self.skipped = 0
+        # Without dropout, transformers does the same in both modes but for recomputing activations.
+        self._train_mode = actor.gradient_checkpointing or has_dropout(model)
         if actor.gradient_checkpointing:
             compat.enable_gradient_checkpointing(model)
         self._statistics = Statistics()
@@ -79,13 +83,31 @@ class Trainer:
         self._statistics = Statistics()
 
     def train(self, batch: SampleBatch, objective: Objective) -> Tensor:
-        """Forward and backward of one microbatch; returns its log-probs, float32 [T], detached."""
-        logprobs_T, entropy_T = forward_logprobs(self.family, self.model, batch, self.temperature, with_entropy=True)
-        assert entropy_T is not None
-        loss, statistics = objective(logprobs_T, entropy_T)
-        loss.backward()
+        """Forward and backward of one microbatch; returns its log-probs, float32 [T], detached.
+
+        Dropout is drawn here, from torch's generators, and in no other forward.
+        """
+        with self._training():
+            logprobs_T, entropy_T = forward_logprobs(
+                self.family, self.model, batch, self.temperature, with_entropy=True
+            )
+            assert entropy_T is not None
+            loss, statistics = objective(logprobs_T, entropy_T)
+            loss.backward()
         self._statistics.add({"loss_sum": loss, **statistics})
         return logprobs_T.detach()
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Train mode for a forward and its backward (which may forward again), where it makes a difference."""
+        if not self._train_mode:
+            yield
+            return
+        self.model.train()
+        try:
+            yield
+        finally:
+            self.model.eval()
 
     def finish(self, normaliser: int) -> StepStats:
         """Reduce, divide by ``normaliser`` (the same number on every rank), clip, step.

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from stretto.models.weights_io import dtype_name, to_host
+from stretto.models.weights_io import Sendable, dtype_name, to_host
 from stretto.types import StrettoError, TensorMeta, WeightBucket
 
 BUCKET_BYTES = 64 * 2**20
@@ -17,12 +17,12 @@ Tag = Literal["actor", "ref", "old_actor", "teacher"]
 
 
 def iter_buckets(
-    tensors: Mapping[str, Tensor], version: int, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
+    tensors: Mapping[str, Sendable], version: int, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[WeightBucket]:
     """Buckets of at most ``bucket_bytes`` (one larger tensor is a bucket of its own), tensors sorted by name.
 
-    ``tensors``: parameter name -> tensor, tied ones once (``dict(model.named_parameters())``). Each bucket is a copy,
-    made when it is asked for: memory beyond the model is one bucket, not a state dict.
+    ``tensors``: parameter name -> tensor, tied ones once (``models.lora.published``). Each bucket is a copy, made when
+    it is asked for: memory beyond the model is one bucket, not a state dict.
     """
     plan: list[list[str]] = []
     filled = 0
@@ -44,14 +44,15 @@ def iter_buckets(
 
 
 class WeightTags:
-    """Named sets of weights for one module, of which one is resident in it and the others lie in host memory.
+    """Named sets of the trainable weights of one module, of which one is resident in it and the others lie in host
+    memory; what is frozen is the same in all of them.
 
     The actor's own weights are resident outside ``active``. Optimizer and gradients are not touched: a forward without
     gradient is all that another tag is for.
     """
 
     def __init__(self, model: nn.Module):
-        self._parameters = dict(model.named_parameters())
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._host: dict[Tag, dict[str, Tensor]] = {}
         self.resident: Tag = "actor"
 

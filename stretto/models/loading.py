@@ -246,11 +246,15 @@ def load_model(cfg: ModelConfig, seed: int, device: torch.device | str = "cpu") 
 
 
 def weight_bytes(cfg: ModelConfig) -> int:
-    """Bytes of one published version of the model: every parameter once, in ``cfg.dtype``. Allocates none of them."""
+    """Bytes of the whole model: every parameter once, in ``cfg.dtype``. Allocates none of them."""
+    return sum(p.numel() for p in without_weights(cfg).parameters()) * DTYPES[cfg.dtype].itemsize
+
+
+def without_weights(cfg: ModelConfig) -> nn.Module:
+    """The model on the meta device: its layers, names and shapes."""
     config = AutoConfig.from_pretrained(cfg.path) if cfg.path else _config_from_block(cfg.config, build_tokenizer())
     with torch.device("meta"):
-        model = Qwen3VLForConditionalGeneration(config)
-    return sum(p.numel() for p in model.parameters()) * DTYPES[cfg.dtype].itemsize
+        return Qwen3VLForConditionalGeneration(config)
 
 
 def image_patches(family: Qwen3VL, images: Sequence[np.ndarray]) -> int:

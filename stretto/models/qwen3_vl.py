@@ -17,6 +17,12 @@ from stretto.models.batch import ModelInputs, PromptBatch, Responses, SampleBatc
 from stretto.models.positions import mrope_positions
 from stretto.types import ProcessedPrompt, Prompt, StrettoError
 
+PARTS = {
+    "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
+    "vision_tower": ("model.visual.",),
+}
+"""Beginnings of parameter names; the first part that one fits has it."""
+
 
 class Qwen3VL:
     """Processing, layout and forward of ``Qwen3VLForConditionalGeneration``.
@@ -48,6 +54,12 @@ class Qwen3VL:
         suppressed[torch.tensor(sorted(set(special)))] = True
         suppressed[list(self.eos_ids)] = False
         return suppressed
+
+    def part(self, parameter: str) -> str:
+        """``vision_tower``, ``projector`` (from image features to the language model, deepstack levels included) or
+        ``language_model``: where a parameter of this name belongs.
+        """
+        return next((part for part, starts in PARTS.items() if parameter.startswith(starts)), "language_model")
 
     # Prompts -----------------------------------------------------------------------------------------------------
 

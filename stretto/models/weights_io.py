@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,12 +15,25 @@ from stretto.types import StrettoError, TensorMeta, WeightBucket
 _HOST = {torch.float32: ("float32", torch.float32), torch.bfloat16: ("bfloat16", torch.uint16)}
 
 
+class Sendable(Protocol):
+    """A tensor, or what becomes one when it is sent."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def numel(self) -> int: ...
+
+    def detach(self) -> Tensor:
+        """The values, without gradient."""
+        ...
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` or ``bfloat16``, the types that weights travel in."""
     return _HOST[dtype][0]
 
 
-def to_host(tensor: Tensor, dtype: torch.dtype) -> np.ndarray:
+def to_host(tensor: Sendable, dtype: torch.dtype) -> np.ndarray:
     """A copy of ``tensor`` on the host, cast to ``dtype``, C-contiguous; bfloat16 as uint16 bits."""
     host = tensor.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
     return host.view(_HOST[dtype][1]).numpy()
@@ -41,10 +55,13 @@ def load_buckets(model: nn.Module, buckets: Iterable[WeightBucket]) -> int:
     """Copy one published version into the model's parameters, in place (tied ones through the name they have as a
     parameter), and return its version.
 
+    A version holds exactly the parameters that require a gradient: all of a plain model, and of a model with adapters
+    those alone, since nothing else of it ever changes.
+
     Raises StrettoError when buckets of several versions are mixed, a bucket is missing or doubled, a name is unknown, a
     shape differs, or a parameter got no weights; the model may then hold some of the new weights.
     """
-    parameters = dict(model.named_parameters())
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     seen: set[str] = set()
     indexes: list[int] = []
     version = count = -1

@@ -14,13 +14,19 @@ def model(case: Case) -> Iterator[Line]:
     yield from missing
     if missing:
         return
-    from stretto.models.loading import load_family
+    from stretto.models.loading import load_family, without_weights
+    from stretto.models.lora import check
 
     try:
         case.family = load_family(case.config.model)
     except ConfigError as error:
         yield from problems_of(error, case.model_name)
         return
+    if case.training and case.config.lora.rank > 0:
+        try:
+            check(without_weights(case.config.model), case.config.lora)
+        except ConfigError as error:
+            yield from problems_of(error, "lora.targets")
     if case.config.algorithm.teacher and case.training:
         from stretto.models.teacher import load_teacher_family
 
@@ -47,6 +53,7 @@ def model(case: Case) -> Iterator[Line]:
 def sizes(case: Case) -> tuple[int, int]:
     """Parameters of the model, and bytes of one published version."""
     from stretto.models.loading import DTYPES, weight_bytes
+    from stretto.models.lora import published_bytes
 
-    published = weight_bytes(case.config.model)
-    return published // DTYPES[case.config.model.dtype].itemsize, published
+    whole = weight_bytes(case.config.model)
+    return whole // DTYPES[case.config.model.dtype].itemsize, published_bytes(case.config)

@@ -260,7 +260,10 @@ def changed(**entries) -> dict:
         ({"text__num_key_value_heads": 3}, ["text.num_key_value_heads = 3: num_attention_heads = 2 is no multiple"]),
         ({"text__hidden_act": "slu"}, ["text.hidden_act = 'slu': no such activation; did you mean 'silu'?"]),
         ({"text__vocab_size": 100}, ["text.vocab_size = 100: the tokenizer has 286 ids; raise it"]),
-        ({"text__attention_dropout": 0.1}, ["text.attention_dropout = 0.1: expected 0"]),
+        (
+            {"text__attention_dropout": 1.0},
+            ["text.attention_dropout = 1.0: expected a number of at least 0 and below 1"],
+        ),
         ({"vision__out_hidden_size": 64}, ["vision.out_hidden_size = 64: must equal model.config.text.hidden_size"]),
         ({"vision__deepstack_visual_indexes": [2]}, ["vision.deepstack_visual_indexes = [2]: expected layers from 0"]),
         ({"vision__num_position_embeddings": 15}, ["vision.num_position_embeddings = 15: they form a square; use 9"]),
