@@ -19,6 +19,7 @@ from stretto.actor.parallel import RankGroup, reduce_sum
 from stretto.actor.rank import ActorRankCore
 from stretto.config import ActorConfig, Config
 from stretto.models.loading import load_model
+from stretto.models.parts import prepare, seed_dropout
 from stretto.types import ChunkSchedule, GroupFields, GroupRecord, Microbatch, Mini
 
 Options = dict[str, Any]
@@ -36,10 +37,9 @@ def config(options: Options) -> Config:
     return actor_case.config(**({"model": {"config": block}} | options))
 
 
-def model(cfg: Config, seed: int = 0, frozen_tower: bool = False) -> nn.Module:
+def model(cfg: Config, seed: int = 0) -> nn.Module:
     loaded = load_model(cfg.model, seed)
-    if frozen_tower:
-        loaded.get_submodule("model.visual").requires_grad_(False)
+    prepare(loaded, tiny.family(), cfg)
     return loaded.to(device)
 
 
@@ -70,11 +70,11 @@ def partition(change: str, k: int = 0) -> tuple[list[GroupRecord], dict[int, Gro
     )
 
 
-def one_update(group: RankGroup, options: Options, change: str = "", frozen_tower: bool = False) -> dict[str, Any]:
+def one_update(group: RankGroup, options: Options, change: str = "") -> dict[str, Any]:
     """All phases of one partition: metrics, state, evidence, and the microbatches that this rank had."""
     cfg = config(options)
     records, payloads = partition(change)
-    actor = actor_case.core(cfg, payloads, group=group, model=model(cfg, frozen_tower=frozen_tower))
+    actor = actor_case.core(cfg, payloads, group=group, model=model(cfg))
     (metrics,) = actor_case.run_step(actor, records, ranks=group.world)
     (mini,) = actor_case.minis(cfg, records, group.world)
     return state(actor) | {
@@ -82,6 +82,19 @@ def one_update(group: RankGroup, options: Options, change: str = "", frozen_towe
         "evidence": actor.evidence(),
         "microbatches": mini.microbatches(group.rank),
     }
+
+
+def from_scratch(group: RankGroup, options: Options, count: int) -> dict[str, Any]:
+    """The state after ``count`` partitions, each with its own dropout where there is any."""
+    cfg = config(options)
+    actor = actor_case.core(cfg, {}, group=group, model=model(cfg))
+    seed_dropout(cfg.run.seed, group.rank)
+    for k in range(count):
+        records, payloads = partition("", k)
+        actor.fetch = lambda _refs, groups, payloads=payloads: {g: payloads[g] for g in groups}
+        (metrics,) = actor_case.run_step(actor, records, ranks=group.world)
+        actor.end_partition()
+    return state(actor) | {"metrics": metrics}
 
 
 # Fixed schedules and advantages --------------------------------------------------------------------------------------

@@ -222,15 +222,56 @@ def test_ranks_without_any_image_train_and_give_the_tower_zeros(pool, world, cha
 
 @pytest.mark.case("D3")
 def test_a_frozen_tower_keeps_its_bits_and_the_rest_trains_as_on_one_rank(pool):
-    options = {"actor": UNCLIPPED}
+    options = {"actor": UNCLIPPED | {"freeze": ("vision_tower", "projector")}}
     before = ranks_case.arrays(dict(ranks_case.model(ranks_case.config(options)).named_parameters()))
-    (one,) = pool.call(1, "ranks_case:one_update", options, "", True)
-    ranks = pool.call(2, "ranks_case:one_update", options, "", True)
+    (one,) = pool.call(1, "ranks_case:one_update", options)
+    ranks = pool.call(2, "ranks_case:one_update", options)
     for rank in ranks:
         assert not [name for name in rank["grads"] if ".visual." in name]
         assert_close(rank["grads"], one["grads"])
         for name, value in rank["model"].items():
             assert (value.tobytes() == before[name].tobytes()) == (".visual." in name), name
+
+
+FEW = {"rank": 2, "targets": ("q_proj",)}
+"""Two text layers, hence four trainable parameters: one for each of four ranks."""
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_train_adapters_as_one_does(pool, world):
+    options = {
+        "actor": UNCLIPPED | {"lr": 1e-2, "warmup_updates": 0},
+        "algorithm": {"clip_low": 0.2, "clip_high": 0.2},
+        "lora": FEW,
+    }
+    (one,) = pool.call(1, "ranks_case:from_scratch", options, 2)
+    ranks = pool.call(world, "ranks_case:from_scratch", options, 2)
+    assert one["metrics"]["loss"] == pytest.approx(ranks[0]["metrics"]["loss"], rel=1e-5)
+    assert len(one["grads"]) == 4 and all(g.any() for g in one["grads"].values())
+    owned = union(ranks, "masters")
+    assert owned.keys() == one["masters"].keys() and all(rank["masters"] for rank in ranks)
+    for rank in ranks:
+        assert_bits(rank["model"], ranks[0]["model"])
+        assert_close(rank["grads"], one["grads"], 1e-5)
+        assert {name.rpartition(".")[0] for name in rank["optimizer"]} == rank["masters"].keys()
+        for name, value in one["model"].items():
+            assert (value.tobytes() == rank["model"][name].tobytes()) or ".lora_" in name, name
+
+
+def test_ranks_drop_out_differently_and_repeat_it(pool):
+    options = {"algorithm": {"clip_low": 0.2, "clip_high": 0.2}, "lora": FEW | {"dropout": 0.5}}
+    first, second = (pool.call(2, "ranks_case:from_scratch", options, 2) for _ in range(2))
+    for rank, again in zip(first, second, strict=True):
+        assert_bits(rank["model"], again["model"])
+        assert_bits(rank["model"], first[0]["model"])
+    plain = pool.call(2, "ranks_case:from_scratch", options | {"lora": FEW}, 2)
+    assert first[0]["metrics"]["loss"] != plain[0]["metrics"]["loss"]
+
+
+def test_more_ranks_than_adapter_parameters_are_refused():
+    names = {f"layer.lora_{half}": 8 for half in "AB"}
+    with pytest.raises(StrettoError, match=r"actor.data_parallel = 4: the model has 2 trainable parameters"):
+        owners(names, 4)
 
 
 @pytest.mark.case("D3")
