@@ -23,7 +23,7 @@ CHOICES = [(), ("vision_tower",), ("projector",), ("vision_tower", "projector")]
 def config(freeze, run_dir="runs/none", **actor):
     # Without a decay the learning rate of both is the same; updates are not clipped, since a norm is over what trains.
     actor = {"freeze": freeze, "weight_decay": 0.1, "grad_clip": 1e9} | actor
-    return actor_case.config(run_dir=run_dir, actor=actor, algorithm={"clip_low": 0.2, "clip_high": 0.2})
+    return actor_case.config(run_dir=run_dir, actor=actor)
 
 
 def core(cfg, seed=0, **kwargs):

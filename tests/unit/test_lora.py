@@ -40,7 +40,6 @@ def config(dtype: str = "float32", run_dir: str = "runs/none", actor=None, model
         dtype=dtype,
         run_dir=run_dir,
         actor=actor or {},
-        algorithm={"clip_low": 0.2, "clip_high": 0.2},
         lora={"rank": 4, "alpha": 8.0} | options,
     )
     return cfg.model_copy(update={"model": cfg.model.model_copy(update=model or {})})
@@ -257,7 +256,7 @@ def dropping(kind: str) -> tuple[Config, torch.nn.Module]:
         return cfg, model(cfg)
     block = copy.deepcopy(tiny.BLOCK)
     block["text"]["attention_dropout"] = 0.3
-    cfg = actor_case.config(model={"config": block}, algorithm={"clip_low": 0.2, "clip_high": 0.2})
+    cfg = actor_case.config(model={"config": block})
     return cfg, load_model(cfg.model, 0)
 
 
