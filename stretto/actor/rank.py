@@ -88,6 +88,7 @@ class ActorRankCore:
             updates=config.run.updates,
             decay_fraction=actor.decay_fraction,
             decay_to=actor.decay_to,
+            shape=actor.decay_shape,
         )
         temperature = config.rollout.temperature
         self.trainer = Trainer(family, model, actor, lr, temperature=temperature, group=self.group)

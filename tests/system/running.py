@@ -34,6 +34,8 @@ def recipe(folder: Path, **tables: dict[str, Any]) -> Path:
     }
     for name, table in tables.items():
         settings[name] = settings.get(name, {}) | table
+    if "path" in settings["model"]:
+        settings["model"].pop("config")
     path = folder / "recipe.toml"
     path.write_text("\n".join(f"[{name}]\n" + "\n".join(_lines(table)) for name, table in settings.items()))
     return path

@@ -34,6 +34,8 @@ def recipe(folder: Path, models: Path, settings: list[combinations.Settings]) ->
     tables: dict[str, dict[str, Any]] = json.loads(text)
     tables["model"] = {"path": str(models / "student")}
     tables["run"]["dir"] = str(folder / "run")
+    # A random model hardly ever ends a response: with these, some are cut by length and some are not.
+    tables["rollout"]["stop"] = list("abcdefghijklmnopqrstuvwxyz")
     tables["eval"] = {"every": 4, "prompts": 4}
     made = running.recipe(folder, **tables)
     return Path(made)

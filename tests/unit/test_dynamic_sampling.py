@@ -381,9 +381,11 @@ def test_without_it_a_report_has_no_counts_of_it():
 def test_its_counts_become_metrics_and_the_position_does_not():
     chunk = ChunkSchedule(chunk=0, groups=(0,), layout="padded", ranks=((),), fill=1.0)
     mini = Mini(partition=1, index=0, chunks=(chunk,))
-    batch = Phase1Batch(minis=(mini,), records=(record(0),), leases=(), exposed_wait_s=0.0, forwards=(), fetched_bytes=0)
+    batch = Phase1Batch(
+        minis=(mini,), records=(record(0),), leases=(), exposed_wait_s=0.0, forwards=(), fetched_bytes=0
+    )
     step = Step(0)
-    step.add(batch, REPORTS[1])
+    step.add(batch, REPORTS[1] | {"last_put_s": 0.0})
     found = {name: step.metrics[name] for name in METRICS if name in step.metrics}
     assert found == step.metrics
     assert found["rollout_dropped_groups"] == 5 and found["rollout_refill_rounds"] == 3
