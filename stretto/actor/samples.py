@@ -86,6 +86,12 @@ class Samples:
                     f"{where}: {len(ids)} response ids and {len(rollout)} rollout log-probs, but its record says "
                     f"{record.response_tokens[i]} tokens; there must be one log-prob for every token"
                 )
+            if record.valid[i] and not np.isfinite(rollout).all():
+                token = int(np.flatnonzero(~np.isfinite(rollout))[0])
+                raise StrettoError(
+                    f"{where}: the rollout log-prob of token {token} is {rollout[token]}, yet the sample is marked "
+                    "valid; the rollout engine must report one for every token that it sampled"
+                )
             self._samples[index] = Sample(
                 SampleInput(prompt, self._without_suppressed(ids, record.valid[i], where)),
                 rollout,

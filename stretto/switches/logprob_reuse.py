@@ -68,7 +68,7 @@ class LogprobReuse:
                 f"actor.before_logprob_hook = {actor.before_logprob_hook!r}: there is no forward that it could come "
                 "before; leave it out"
             )
-        if config.staleness.max > 0 and config.importance_correction == "none":
+        if config.staleness.max > 0 and algorithm.old_policy == "actor" and config.importance_correction == "none":
             found.append(
                 f"staleness.max = {config.staleness.max} without importance correction: nothing would correct for the "
                 'policy that sampled; set algorithm.importance_correction to "tis" or "mis"'

@@ -1,0 +1,242 @@
+"""Switches as objects: what sets them, what refuses them, what shows that they engaged."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from stretto import switches
+from stretto.checks import cross_field_problems
+from stretto.config import Config
+from stretto.controls import CONTROLS
+from stretto.preflight import examine
+from stretto.settings import OPTIONS, load
+from stretto.switches.base import Bounded, Exact
+from stretto.types import ConfigError
+
+MODEL = "model.path=org/model"
+P, R, S = switches.ALL
+
+
+def config(**tables) -> Config:
+    return Config.model_validate({"model": {"path": "org/model"}} | tables)
+
+
+def problems(environ, sets=()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(None, [MODEL, *sets], environ)
+    return caught.value.problems
+
+
+# The list --------------------------------------------------------------------------------------------------------
+
+
+def test_there_are_three_and_all_are_off():
+    assert [(s.letter, s.name, s.env) for s in switches.ALL] == [
+        ("P", "processor_pool", "MM_PROCESSOR_POOL_SIZE"),
+        ("R", "logprob_reuse", "HYBRID_REUSE_TRAIN_LOGPROBS"),
+        ("S", "chunk_overlap", "HYBRID_PIPELINE_FORWARD"),
+    ]
+    assert {s.env: f"switches.{s.name}" for s in switches.ALL} == CONTROLS
+    assert {f"switches.{s.name}" for s in switches.ALL} == {n for n in OPTIONS if n.startswith("switches.")}
+    assert switches.on(config()) == () and switches.condition(config()) == "B"
+    assert switches.applied(config()) == config()
+
+
+@pytest.mark.parametrize("switch", switches.ALL)
+def test_a_switch_changes_a_seam_and_nothing_else(switch):
+    on = config(switches={switch.name: 2 if switch is P else True})
+    before, after = on.model_dump(), switches.applied(on).model_dump()
+    changed = {key for key in before["seams"] if before["seams"][key] != after["seams"][key]}
+    assert len(changed) == 1
+    assert {k: v for k, v in before.items() if k != "seams"} == {k: v for k, v in after.items() if k != "seams"}
+    assert on.seams == Config().seams, "apply must not mutate"
+    assert isinstance(switch.numerics(on), Exact | Bounded)
+
+
+def test_only_a_switch_can_set_a_seam(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\npath = "org/model"\n[seams]\nphase1 = "chunks"\n')
+    with pytest.raises(ConfigError, match=r"seams.*no such block"):
+        load(recipe, (), {})
+    for sets, environ in ((["seams.phase1=chunks"], {}), ([], {"STRETTO_SEAMS__PHASE1": "chunks"})):
+        with pytest.raises(ConfigError, match="no such"):
+            load(None, [MODEL, *sets], environ)
+
+
+# Controls --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "condition"),
+    [
+        ({}, "B"),
+        ({"MM_PROCESSOR_POOL_SIZE": "0", "HYBRID_REUSE_TRAIN_LOGPROBS": "0", "HYBRID_PIPELINE_FORWARD": "0"}, "B"),
+        ({"MM_PROCESSOR_POOL_SIZE": "8"}, "P"),
+        ({"MM_PROCESSOR_POOL_SIZE": "8", "HYBRID_REUSE_TRAIN_LOGPROBS": "1", "HYBRID_PIPELINE_FORWARD": "0"}, "P+R"),
+        ({"MM_PROCESSOR_POOL_SIZE": "8", "HYBRID_REUSE_TRAIN_LOGPROBS": "0", "HYBRID_PIPELINE_FORWARD": "1"}, "P+S"),
+    ],
+)
+def test_controls_set_the_conditions(environ, condition):
+    found, sources = load(None, [MODEL], environ)
+    assert switches.condition(found) == condition
+    assert [sources[CONTROLS[control]] for control in environ] == [f"environment {control}" for control in environ]
+
+
+def test_environment_beats_file_and_the_command_line_beats_both(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\npath = "org/model"\n[switches]\nprocessor_pool = 2\n')
+    environ = {"MM_PROCESSOR_POOL_SIZE": "4"}
+    assert load(recipe, (), {})[0].switches.processor_pool == 2
+    assert load(recipe, (), environ)[0].switches.processor_pool == 4
+    found, sources = load(recipe, ["switches.processor_pool=6"], environ)
+    assert (found.switches.processor_pool, sources["switches.processor_pool"]) == (6, "--set")
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("value", ["yes", "2x", "", "-1", " 1", "1.0", "true", "01", "+1", "٣"])
+def test_a_malformed_control_is_refused_with_the_accepted_forms(control, value):
+    (text,) = problems({control: value})
+    assert text.startswith(f'{control} = "{value}" (environment): expected ')
+    assert ("an integer of at least 0" if control == "MM_PROCESSOR_POOL_SIZE" else "0 or 1") in text
+
+
+def test_two_is_a_pool_size_and_no_switch_position():
+    assert load(None, [MODEL], {"MM_PROCESSOR_POOL_SIZE": "2"})[0].switches.processor_pool == 2
+    (text,) = problems({"HYBRID_PIPELINE_FORWARD": "2"})
+    assert "expected 0 or 1" in text
+
+
+def test_two_variables_for_one_switch_must_agree():
+    environ = {"STRETTO_SWITCHES__CHUNK_OVERLAP": "true", "HYBRID_PIPELINE_FORWARD": "0"}
+    (text,) = problems(environ)
+    assert "HYBRID_PIPELINE_FORWARD" in text and "STRETTO_SWITCHES__CHUNK_OVERLAP" in text and "unset one" in text
+    assert load(None, [MODEL], environ | {"HYBRID_PIPELINE_FORWARD": "1"})[0].switches.chunk_overlap
+
+
+def test_r_with_s_is_refused_by_the_options_and_by_both_guards():
+    (text,) = problems({"HYBRID_REUSE_TRAIN_LOGPROBS": "1", "HYBRID_PIPELINE_FORWARD": "1"})
+    assert "R leaves no old-policy forward for S to overlap" in text and "switch one of them off" in text
+    both = config(switches={"logprob_reuse": True, "chunk_overlap": True})
+    for switch in (R, S):
+        assert any("their effects must not be conflated" in reason for reason in switch.guards(both))
+
+
+# Guards ----------------------------------------------------------------------------------------------------------
+
+BREAKS_R = [
+    ({"actor": {"minis_per_partition": 2}}, "actor.minis_per_partition = 2", "set it to 1"),
+    ({"actor": {"epochs": 2}}, "actor.epochs = 2", "set it to 1"),
+    ({"lora": {"rank": 4, "dropout": 0.1}}, "lora.dropout = 0.1", "set it to 0"),
+    ({"algorithm": {"kl_reward_coef": 0.1}}, "algorithm.kl_reward_coef = 0.1", "set it to 0"),
+    ({"algorithm": {"kl_loss_coef": 0.1}}, "algorithm.kl_loss_coef = 0.1", "set it to 0"),
+    ({"algorithm": {"teacher": "org/teacher"}}, "algorithm.teacher = 'org/teacher'", "leave it out"),
+    ({"algorithm": {"old_policy": "old_actor"}}, "algorithm.old_policy = 'old_actor'", 'set it to "actor"'),
+    ({"algorithm": {"old_policy": "rollout"}}, "algorithm.old_policy = 'rollout'", 'set it to "actor"'),
+    ({"actor": {"before_logprob_hook": "a:b"}}, "actor.before_logprob_hook = 'a:b'", "leave it out"),
+    (
+        {"algorithm": {"importance_correction": "none"}},
+        "staleness.max = 1 without importance",
+        '"tis" or "mis"',
+    ),
+]
+BREAKS_S = [
+    ({"actor": {"minis_per_partition": 2}}, "actor.minis_per_partition = 2", "set it to 1"),
+    ({"actor": {"chunks_per_mini": 3}}, "actor.chunks_per_mini = 3", "choose a divisor"),
+    ({"rollout": {"refill_rounds": 2}}, "rollout.refill_rounds = 2", "set it to 0"),
+    ({"algorithm": {"old_policy": "rollout"}}, 'algorithm.old_policy = "rollout"', 'set it to "actor"'),
+]
+
+
+@pytest.mark.parametrize(("tables", "what", "remedy"), BREAKS_R)
+def test_each_guard_of_r_alone(tables, what, remedy):
+    (reason,) = R.guards(config(**tables))
+    assert what in reason and remedy in reason
+
+
+def test_attention_dropout_is_a_guard_of_r():
+    text = {"attention_dropout": 0.1}
+    (reason,) = R.guards(config(model={"config": {"text": text}}))
+    assert "model.config.text.attention_dropout = 0.1" in reason
+
+
+@pytest.mark.parametrize(("tables", "what", "remedy"), BREAKS_S)
+def test_each_guard_of_s_alone(tables, what, remedy):
+    (reason,) = S.guards(config(**tables))
+    assert what in reason and remedy in reason
+
+
+def test_every_broken_guard_is_listed_at_once():
+    broken = config(
+        actor={"minis_per_partition": 2, "epochs": 2}, algorithm={"kl_loss_coef": 0.1}, lora={"rank": 4, "dropout": 0.5}
+    )
+    assert len(R.guards(broken)) == 4
+    assert switches.refusals(broken) == []  # it is off
+    on = broken.model_copy(update={"switches": broken.switches.model_copy(update={"logprob_reuse": True})})
+    assert len(switches.refusals(on)) == 4
+
+
+def test_no_guard_breaks_under_the_defaults():
+    assert [switch.guards(config()) for switch in switches.ALL] == [[], [], []]
+
+
+def test_doctor_says_who_set_each_switch_and_what_would_refuse_it(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\npath = "none/such"\n[actor]\nepochs = 2\n[switches]\nchunk_overlap = true\n')
+    found = examine(recipe, ["switches.logprob_reuse=false"], {"MM_PROCESSOR_POOL_SIZE": "4"}, thorough=True)
+    (finding,) = [f for f in found.findings if f.topic == "switches"]
+    lines = [line.text for line in finding.lines]
+    assert lines[0] == "condition P+S"
+    assert any(t.startswith("P  switches.processor_pool = 4 (environment MM_PROCESSOR_POOL_SIZE): on") for t in lines)
+    assert any(t.startswith("R  switches.logprob_reuse = false (--set): off") for t in lines)
+    assert any(t.strip().startswith("would be refused: actor.epochs = 2") for t in lines)
+    assert any(t.startswith("S  switches.chunk_overlap = true (file") for t in lines)
+
+
+# Evidence --------------------------------------------------------------------------------------------------------
+
+
+def span(name, start, end, **attrs):
+    return {"type": "span", "name": name, "process": "x", "start_ns": start, "end_ns": end, **attrs}
+
+
+def test_p_engaged_names_workers_and_their_jobs():
+    jobs = [span("processor.process", i, i + 1, row_id=str(i), worker=10 + i % 2) for i in range(5)]
+    evidence = P.engaged(jobs)
+    assert evidence.ok and set(evidence.facts) == {"worker 10: 3 prompts", "worker 11: 2 prompts"}
+    assert not P.engaged([*jobs, span("processor.process", 9, 10, row_id="inline")]).ok
+    assert not P.engaged([]).ok
+
+
+def test_r_engaged_counts_forwards_and_samples():
+    trained = [span("actor.train", i, i + 1, samples=4, reused=4) for i in range(3)]
+    assert R.engaged(trained).ok
+    assert not R.engaged([*trained, span("actor.forward", 0, 1, role="old", partition=0)]).ok
+    assert not R.engaged([*trained, span("actor.train", 8, 9, samples=4, reused=3)]).ok
+    assert not R.engaged([]).ok
+
+
+def partition(k, claims, put_end, forward_start):
+    chunks = [span("loop.claim", at, at + 1, partition=k, chunk=c, chunks=2) for c, at in enumerate(claims)]
+    puts = [span("plane.put", put_end - 5, put_end, partition=k, group=0)]
+    return [*chunks, *puts, span("actor.forward", forward_start, forward_start + 3, role="old", partition=k)]
+
+
+def test_s_engaged_needs_overlap_where_there_was_a_chance():
+    overlapped = partition(0, (0, 10), put_end=20, forward_start=5)
+    late = partition(1, (100, 110), put_end=120, forward_start=125)
+    idle = partition(2, (200, 201), put_end=150, forward_start=202)
+    assert S.engaged(overlapped).ok and S.engaged([*overlapped, *late]).ok
+    assert not S.engaged(late).ok  # a chance, and no overlap
+    nothing = S.engaged(idle)
+    assert nothing.ok and not nothing.opportunity  # engaged, nothing to overlap
+    whole = [span("loop.claim", 0, 1, partition=0, chunk=0, chunks=2)]
+    assert not S.engaged(whole).ok
+
+
+def test_options_checks_do_not_import_the_switches():
+    import stretto.checks
+
+    assert "stretto.switches" not in inspect.getsource(stretto.checks)
+    assert cross_field_problems(config(), {}) == []
