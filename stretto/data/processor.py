@@ -36,6 +36,13 @@ class ProcessorRunner(Protocol):
         ...
 
 
+def failure(prompt: Prompt, error: BaseException) -> StrettoError:
+    """``error`` if it names the row, else one that does: whatever a library raises says nothing of it."""
+    if isinstance(error, StrettoError) and prompt.row_id in str(error):
+        return error
+    return StrettoError(f"row {prompt.row_id}: processing failed: {type(error).__name__}: {error}")
+
+
 class InlineProcessor:
     """The runner of the baseline: one thread of the rollout process, which takes requests first come, first served.
 
@@ -68,12 +75,11 @@ class InlineProcessor:
         ):
             try:
                 return self._process(prompt)
-            except Exception as error:  # whatever a library raises says nothing of the row
-                if isinstance(error, StrettoError) and prompt.row_id in str(error):
+            except Exception as error:
+                told = failure(prompt, error)
+                if told is error:
                     raise
-                raise StrettoError(
-                    f"row {prompt.row_id}: processing failed: {type(error).__name__}: {error}"
-                ) from error
+                raise told from error
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
