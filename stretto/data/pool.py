@@ -140,6 +140,10 @@ class ProcessorPool:
                 job.result.set_exception(_closed(job.prompt))
 
 
+class _Closing(Exception):
+    """The pool is being closed."""
+
+
 class _Job:
     """One request on its way."""
 
@@ -173,9 +177,11 @@ class _Lane(threading.Thread):
         self._lock = threading.Lock()
 
     def run(self) -> None:
+        if not self.ready.set_running_or_notify_cancel():
+            return
         try:
             self._live_worker()
-        except InterruptedError:
+        except _Closing:
             self.ready.set_exception(StrettoError("the processor was closed while it started"))
         except BaseException as error:  # belongs to whoever awaits the start
             self.ready.set_exception(error)
@@ -220,7 +226,7 @@ class _Lane(threading.Thread):
         while len(ends) < TRIES:
             try:
                 worker = self._live_worker()
-            except InterruptedError:
+            except _Closing:
                 raise _closed(prompt, begun=True) from None
             except StrettoError as error:
                 self._shared.broken = str(error)
@@ -256,7 +262,7 @@ class _Lane(threading.Thread):
         """The worker, or a new one that is ready.
 
         Raises:
-            InterruptedError: the pool is closing.
+            _Closing: the pool is closing.
             StrettoError: none can be started.
         """
         if self._worker is not None and not self._worker.dead():
@@ -272,6 +278,8 @@ class _Lane(threading.Thread):
             except TimeoutError:
                 worker.end()
                 raise StrettoError(f"a processor worker was not ready within {START_LIMIT_S:g} s") from None
+            except OSError as error:
+                raise _no_start(error) from error
             if kind == "refused":
                 raise StrettoError(
                     f"a processor worker cannot load its process function ({told[0]}); what it needs must be "
@@ -286,14 +294,14 @@ class _Lane(threading.Thread):
     def _new_worker(self) -> _Worker:
         with self._lock:
             if self._shared.closing.is_set():
-                raise InterruptedError
+                raise _Closing
             if self._worker is not None:
                 self._worker.end()
                 self.replaced += 1
             try:
                 self._worker = _Worker()
             except OSError as error:
-                raise StrettoError(f"a processor worker cannot be started: {error}") from error
+                raise _no_start(error) from error
             self.workers.setdefault(self._worker.pid, 0)
             return self._worker
 
@@ -378,6 +386,10 @@ class _Worker:
         code = self._process.wait()
         self._connection.close()
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _no_start(error: OSError) -> StrettoError:
+    return StrettoError(f"a processor worker cannot be started: {error}")
 
 
 def _closed(prompt: Prompt, *, begun: bool = False) -> StrettoError:

@@ -361,6 +361,19 @@ def test_close_while_it_starts_ends_the_start() -> None:
     assert psutil.Process().children() == []
 
 
+def test_a_start_that_is_cancelled_leaves_no_process() -> None:
+    async def main() -> None:
+        pool = ProcessorPool(tiny.family().process, 2, QUIET)
+        starting = asyncio.ensure_future(pool.start())
+        await asyncio.to_thread(wait_for, lambda: len(pool.facts()["workers"]) == 2)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(main())
+    assert psutil.Process().children() == []
+
+
 def test_a_cancelled_request_that_has_not_begun_never_begins(tmp_path: Path) -> None:
     log = tmp_path / "log"
 
