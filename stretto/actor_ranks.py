@@ -71,8 +71,8 @@ class ActorProcess:
         return str(ray.util.get_node_ip_address()) if self.config.cluster.address else LOOPBACK
 
     def start(self) -> dict[str, Any]:
-        """Answers once the model is loaded, with what ``machine.settle`` set."""
-        return self.facts
+        """Answers once the model is loaded: what ``machine.settle`` set, and whether forwards are alike."""
+        return self.facts | {"no_grad_is_grad": self.core.no_grad_is_grad()}
 
     def ping(self) -> None:
         """Answered after the calls before it, or never."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stretto.actor.parallel import RankGroup
     from stretto.actor.rank import ActorRankCore, Fetch, OldPolicyFactory
     from stretto.data.check import Gauge, Note
+    from stretto.data.processor import ProcessorRunner
     from stretto.data.source import Source
     from stretto.models.qwen3_vl import Qwen3VL
     from stretto.phase1 import Forward, Phase1
@@ -164,6 +165,7 @@ async def rollout_worker(
 
     Raises ConfigError for a reward function or model that cannot be used.
     """
+    from stretto.data.pool import ProcessorPool
     from stretto.data.processor import InlineProcessor
     from stretto.models.loading import load_family
     from stretto.rollout.reward import Rewarder
@@ -191,7 +193,10 @@ async def rollout_worker(
             f"rollout.engine = {config.rollout.engine!r} forms its batches by what has arrived, and its bits depend on "
             'them: run.determinism = "exact" cannot be kept; set it to "fast", or make the engine batch-invariant'
         )
-    processor = InlineProcessor(family.process, tracer)
+    processor: ProcessorRunner = InlineProcessor(family.process, tracer)
+    if config.seams.processor_workers:
+        processor = ProcessorPool(family.process, config.seams.processor_workers, tracer)
+    await processor.start()
     train: Prompts = open_as_begun(config, family) if producer else ()
     scheduler = Scheduler(
         router=router,

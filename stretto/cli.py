@@ -66,8 +66,10 @@ def train(
         from stretto.preflight import checked
 
         config, sources = checked(recipe, set_ or ())  # before the imports that take seconds
+        from stretto import switches
         from stretto.resume import again, locked
 
+        config = switches.applied(config)
         with locked(Path(config.run.dir)):
             _train(config, sources, resume, again(str(recipe), set_ or ()))
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from stretto import build, machine
+from stretto import build, conditions, machine
 from stretto.actor.checkpoint import Found, read_published
 from stretto.cluster import Cluster, WeightStore
 from stretto.config import Config
@@ -184,6 +184,7 @@ def open_run(
                 first_update=first,
             )
         try:
+            progress.note(conditions.told(config, sources))
             progress.note("starting Ray, the data plane, the actor and the rollout engine")
             with (
                 Cluster(config, place, progress.note) as cluster,
@@ -194,7 +195,10 @@ def open_run(
                 manifest.add(
                     model={"parameters": facts["actor"].pop("parameters")},
                     determinism={"mode": config.run.determinism, **facts},
+                    switches=conditions.recorded(config, facts["actor"]),
                 )
+                for text in conditions.inexact(config, facts["actor"]):
+                    progress.note(text, stays=True)
                 run.begin(found)
                 STOPS.phase = "training"
                 try:

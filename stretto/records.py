@@ -47,7 +47,9 @@ class Step:
         lags = [r.partition - v for r in records for v in r.version_start]
         lengths = [n for r in records for n in r.response_tokens]
         truncated = [t for r in records for t in r.truncated]
-        self.metrics |= {name: v for name, v in rollout.items() if name.startswith(("rollout_", "reward_", "engine_"))}
+        self.metrics |= {
+            name: v for name, v in rollout.items() if name.startswith(("rollout_", "reward_", "engine_", "processor_"))
+        }
         self.metrics |= {
             "exposed_wait_s": batch.exposed_wait_s,
             "forward_s": sum(ended - begun for begun, ended in batch.forwards),

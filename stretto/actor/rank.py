@@ -34,6 +34,7 @@ from stretto.actor.optim import warmup_constant_decay
 from stretto.actor.others import OtherPolicy, fingerprint_of
 from stretto.actor.parallel import RankGroup, reduce_sum
 from stretto.actor.samples import Samples
+from stretto.actor.selfcheck import no_grad_is_grad
 from stretto.actor.teacher import HostedModel
 from stretto.actor.trainer import Trainer
 from stretto.actor.weights import WeightTags, iter_buckets
@@ -108,6 +109,11 @@ class ActorRankCore:
             self.teacher = OtherPolicy(teacher_family, forward, hosted.resident, fingerprint_of(hosted.model))
         self.checkpointer = Checkpointer(Path(config.run.dir) / "checkpoints", config.checkpoint.keep)
         self.end_partition()
+
+    def no_grad_is_grad(self) -> bool:
+        """See ``selfcheck``."""
+        layout = self.config.actor.layout_on(self.device.type)
+        return no_grad_is_grad(self.family, self.trainer, layout, self.device)
 
     # Phases --------------------------------------------------------------------------------------------------------
 

@@ -97,6 +97,11 @@ class Trainer:
         self._statistics.add({"loss_sum": loss, **statistics})
         return logprobs_T.detach()
 
+    def logprobs(self, batch: SampleBatch) -> Tensor:
+        """What ``train`` would give for a microbatch, without a backward: for checks, not for training."""
+        with self._training():
+            return forward_logprobs(self.family, self.model, batch, self.temperature, with_entropy=True)[0].detach()
+
     @contextmanager
     def _training(self) -> Iterator[None]:
         """Train mode for a forward and its backward (which may forward again), where it makes a difference."""

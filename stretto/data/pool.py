@@ -27,7 +27,7 @@ from typing import Any
 
 from stretto.data import pool_worker
 from stretto.data.pool_worker import hand_over, pack, take_over, unpack
-from stretto.data.processor import ProcessFn
+from stretto.data.processor import Clock, ProcessFn
 from stretto.observe.trace import Tracer
 from stretto.types import ProcessedPrompt, Prompt, StrettoError
 
@@ -59,7 +59,8 @@ class ProcessorPool:
         if size < 1:
             raise ValueError(f"a pool of {size} processes: without any, the inline processor does the work")
         self._process = process
-        self._shared = _Shared(tracer)
+        self.clock = Clock()
+        self._shared = _Shared(tracer, self.clock)
         self._lanes = [_Lane(i, self._shared) for i in range(size)]
         self._started = False
 
@@ -158,6 +159,7 @@ class _Shared:
     """What all lanes of a pool have in common. ``broken``: why no further worker can be started."""
 
     tracer: Tracer
+    clock: Clock
     jobs: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue)
     closing: threading.Event = field(default_factory=threading.Event)
     setup: dict[str, Any] = field(default_factory=dict)
@@ -202,7 +204,8 @@ class _Lane(threading.Thread):
 
     def _serve(self, job: _Job) -> None:
         prompt = job.prompt
-        waited = round(time.monotonic() - job.asked_s, 6)
+        begun = time.monotonic()
+        waited = round(begun - job.asked_s, 6)
         try:
             if self._shared.closing.is_set():
                 raise _closed(prompt)
@@ -216,6 +219,7 @@ class _Lane(threading.Thread):
                     result = self._result(prompt, span)
                 finally:
                     span["bytes"] = self.bytes_to + self.bytes_from - before
+                    self._shared.clock.add(time.monotonic() - begun, waited)
         except BaseException as error:  # belongs to whoever awaits the request, as in concurrent.futures
             job.result.set_exception(error)
         else:

@@ -7,6 +7,7 @@ order in which they are made; who asks once per prompt group and awaits its own 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +21,39 @@ ProcessFn = Callable[[Prompt], ProcessedPrompt]
 family's bound ``process`` method (a tokenizer, an image processor and a config) does, a closure does not."""
 
 
+class Clock:
+    """How long requests took and queued, from any thread; ``take`` gives it and begins anew."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: list[tuple[float, float]] = []
+
+    def add(self, seconds: float, wait_s: float) -> None:
+        with self._lock:
+            self._all.append((seconds, wait_s))
+
+    def take(self) -> dict[str, float]:
+        """Of the requests since the last call: ``processor_s`` and ``processor_max_s``, the seconds of work, summed and
+        of the longest; ``processor_wait_s``, the mean seconds in the queue.
+        """
+        with self._lock:
+            taken, self._all = self._all, []
+        count = max(len(taken), 1)
+        return {
+            "processor_s": sum(seconds for seconds, _ in taken),
+            "processor_max_s": max((seconds for seconds, _ in taken), default=0.0),
+            "processor_wait_s": sum(wait_s for _, wait_s in taken) / count,
+        }
+
+
 class ProcessorRunner(Protocol):
     """Runs a ``ProcessFn`` off the event loop. Same results, in the same order, for every implementation."""
+
+    clock: Clock
+
+    async def start(self) -> None:
+        """Makes it ready for requests. Raises StrettoError where it cannot be."""
+        ...
 
     async def process(self, prompt: Prompt) -> ProcessedPrompt:
         """The processed prompt; call it once per prompt group.
@@ -53,7 +85,11 @@ class InlineProcessor:
     def __init__(self, process: ProcessFn, tracer: Tracer):
         self._process = process
         self._tracer = tracer
+        self.clock = Clock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="processor")
+
+    async def start(self) -> None:
+        pass
 
     async def process(self, prompt: Prompt) -> ProcessedPrompt:
         try:
@@ -69,7 +105,8 @@ class InlineProcessor:
             raise StrettoError(f"row {prompt.row_id}: the processor was closed before its turn came") from None
 
     def _run(self, prompt: Prompt, asked_s: float) -> ProcessedPrompt:
-        wait_s = time.monotonic() - asked_s
+        begun = time.monotonic()
+        wait_s = begun - asked_s
         with self._tracer.span(
             "processor.process", row_id=prompt.row_id, images=len(prompt.images), wait_s=round(wait_s, 6)
         ):
@@ -80,6 +117,8 @@ class InlineProcessor:
                 if told is error:
                     raise
                 raise told from error
+            finally:
+                self.clock.add(time.monotonic() - begun, wait_s)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

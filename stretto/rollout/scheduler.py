@@ -51,7 +51,14 @@ Read = Callable[[int], Prompt]
 """The prompt of a group. May block; called from one thread at a time."""
 
 
+class Clock(Protocol):
+    def take(self) -> dict[str, float]: ...
+
+
 class Processor(Protocol):
+    @property
+    def clock(self) -> Clock: ...
+
     async def process(self, prompt: Prompt) -> ProcessedPrompt: ...
 
 
@@ -160,6 +167,7 @@ class Scheduler:
         load_s = work.load_s / self.router.replicas
         return selection.report() | {
             "last_put_s": max(last_put_s),
+            **self.processor.clock.take(),
             "samples": len(settled),
             **{f"reward_{kind}": kinds[kind] for kind in FAILURES},
             "response_tokens": sum(tokens.values()),

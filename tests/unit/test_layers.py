@@ -34,6 +34,7 @@ TOP = {
     "actor_ranks",
     "build",
     "cluster",
+    "conditions",
     "controller",
     "doctor",
     "embedded",

@@ -1,0 +1,126 @@
+"""B, P, P+R and P+S live: the same bits at every update, and each shows that it engaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import running
+from processes import wait_until_gone
+
+from stretto import switches
+from stretto.observe.manifest import read_manifest
+from stretto.observe.raw import read_raw
+
+pytestmark = pytest.mark.timeout(300)
+CONDITIONS = {
+    "B": {},
+    "P": {"processor_pool": 2},
+    "P+R": {"processor_pool": 2, "logprob_reuse": True},
+    "P+S": {"processor_pool": 2, "chunk_overlap": True},
+}
+P, R, S = switches.ALL
+
+
+def run(folder: Path, condition: str, limit_s: float = 110, **tables: dict[str, Any]) -> Path:
+    folder.mkdir()
+    recipe = running.recipe(folder, switches=CONDITIONS[condition], **tables)
+    output = running.train(recipe, limit_s=limit_s)
+    assert f"condition {condition}: P " in output
+    return folder / "run"
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k != "overlap_fraction"} for row in running.numbers(run)]
+
+
+def assert_same(one: Path, other: Path, updates: int) -> None:
+    prints = running.jsonl(one, "fingerprints.jsonl")
+    assert len(prints) == updates and len({p["parameters"] for p in prints}) == updates
+    assert prints == running.jsonl(other, "fingerprints.jsonl")
+    assert numbers(one) == numbers(other)  # losses, rewards and gradient norms among them
+    for update in range(updates):
+        raw, again = read_raw(one, update), read_raw(other, update)
+        assert raw.keys() == again.keys()
+        assert all(raw[name].tobytes() == again[name].tobytes() for name in raw)
+
+
+def assert_engaged(run: Path, condition: str) -> None:
+    """The switches that are on engaged, and R and S did not where they are off."""
+    events = running.jsonl(run, "events.jsonl")
+    for switch in switches.ALL:
+        evidence = switch.engaged(events)
+        assert evidence.ok == (switch.letter in condition.split("+")), (condition, switch.name, evidence)
+    manifest = read_manifest(run)["sessions"][-1]
+    assert manifest["switches"] == {"condition": condition} | dict.fromkeys(CONDITIONS[condition], "exact")
+    assert manifest["determinism"]["actor"]["no_grad_is_grad"] is True
+    assert all(row["ratio_deviation_max"] == 0.0 for row in running.jsonl(run, "metrics.jsonl"))
+
+
+def test_every_condition_trains_the_same_bits(tmp_path):
+    small = {"run": {"updates": 3}, "eval": {"every": 0}, "checkpoint": {"every": 0}}
+    small["reward"] = {"function": "rewards:late", "workers": 2}
+    small["rollout"] = {"groups_per_decode_batch": 1}
+    runs = {}
+    for name in CONDITIONS:
+        runs[name] = run(tmp_path / name, name, **{k: v for k, v in small.items() if k != "run"})
+        assert_engaged(runs[name], name)
+        wait_until_gone(runs[name])
+    for name, folder in runs.items():
+        assert_same(runs["B"], folder, 5)
+    rows = {name: running.jsonl(folder, "metrics.jsonl") for name, folder in runs.items()}
+    # S forwards the first chunk while later groups are still being scored; B and R have nothing to do by then.
+    assert max(row["overlap_fraction"] for row in rows["P+S"]) > 0.2
+    assert max(row["overlap_fraction"] for row in rows["B"]) == 0.0
+    assert sum(row["processor_s"] for row in rows["P"]) > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"actor": {"data_parallel": 2}},
+        {"actor": {"max_tokens_per_microbatch": 256}},
+        {"lora": {"rank": 8}, "actor": {"lr": 4e-3}},
+        {"lora": {"rank": 8, "publish": "adapter"}},
+        {"staleness": {"max": 0}},
+        {"algorithm": {"importance_correction": "mis"}, "actor": {"gradient_checkpointing": True}},
+    ],
+    ids=json.dumps,
+)
+def test_twenty_updates_of_the_demo_are_the_same_in_every_condition(tables, demo_model, tmp_path):
+    demo = {
+        "run": {"updates": 20},
+        "model": {"path": str(demo_model)},
+        "data": {"source": "digits"},
+        "rollout": {
+            "prompts_per_partition": 64,
+            "n_samples_per_prompt": 8,
+            "max_response_tokens": 8,
+            "groups_per_decode_batch": 16,
+        },
+        "reward": {"function": "exact_match"},
+        "actor": {"lr": 4e-4, "warmup_updates": 5, "max_tokens_per_microbatch": 8192},
+        "eval": {"every": 0},
+    }
+    merged = {name: demo.get(name, {}) | tables.get(name, {}) for name in demo | tables}
+    runs = {name: run(tmp_path / name, name, limit_s=600, **merged) for name in CONDITIONS}
+    for name, folder in runs.items():
+        assert_same(runs["B"], folder, 20)
+        if "S" not in name and "data_parallel" not in json.dumps(tables):
+            assert_engaged(folder, name)
+
+
+@pytest.fixture(scope="module")
+def demo_model(tmp_path_factory) -> Path:
+    """The warm-started model of the demo, seed 0."""
+    folder = tmp_path_factory.mktemp("demo") / "sft"
+    root = Path(__file__).parents[2]
+    process = running.start(root / "recipes" / "digits-sft.toml", str(folder), command="sft")
+    output = running.finish(process, 300)
+    assert process.returncode == 0, output
+    return folder
