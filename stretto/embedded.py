@@ -57,6 +57,7 @@ class EmbeddedRay:
         """Raises StrettoError where Ray does not come up."""
         machine.adopt_orphans()
         self._folder, self._lock = _own_folder()
+        os.environ[guard.MARK] = str(self._folder)
         self._guard_pipe = _guarded(self._folder)
         threading.Thread(target=self._watch_start, name="ray-start", daemon=True).start()
         try:

@@ -3,7 +3,8 @@
     python guard.py FOLDER FD
 
 Waits until the pipe FD has no writer any more: the driver has ended, without ending this process first. Ray notices
-that by itself, but some of its processes take a minute; they are known by FOLDER in their command line.
+that by itself, but some of its processes take a minute. They are known by FOLDER: in their command line, which some of
+them overwrite, or in their environment (MARK).
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ GRACE_S = 2.0
 LIMIT_S = 30.0
 
 
+MARK = "_STRETTO_RAY"
+"""Variable that the driver sets to the folder, before it starts anything."""
+
+
 def left_over(folder: str) -> Iterator[int]:
-    """Processes that name ``folder``, but for this one."""
+    """Processes of this folder, but for this one."""
+    mark = f"{MARK}={folder}\0".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:  # it has ended
+                command, environment = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+            except OSError:  # it has ended, or is another user's
                 continue
-            if os.fsencode(folder) in command:
+            if os.fsencode(folder) in command or mark in environment:
                 yield int(entry.name)
 
 
