@@ -39,8 +39,8 @@ test-gpu: venv ## the tests that need a CUDA device
 check: venv ## the static checks alone
 	@scripts/check.sh
 
-fmt: venv ## format the code, fix what ruff can fix, renew the table of options
-	@$(BIN)/ruff check --fix-only --quiet . && $(BIN)/ruff format . && $(BIN)/python scripts/options_table.py
+fmt: venv ## format the code, fix what ruff can fix, renew the tables in docs
+	@$(BIN)/ruff check --fix-only --quiet . && $(BIN)/ruff format . && $(BIN)/python scripts/options_table.py && $(BIN)/python scripts/switch_matrix.py
 
 lock: venv ## write the versions in .venv to requirements/lock.txt
 	@scripts/lock.sh

@@ -68,7 +68,7 @@ def test_every_condition_trains_the_same_bits(tmp_path):
         runs[name] = run(tmp_path / name, name, **{k: v for k, v in small.items() if k != "run"})
         assert_engaged(runs[name], name)
         wait_until_gone(runs[name])
-    for name, folder in runs.items():
+    for folder in runs.values():
         assert_same(runs["B"], folder, 5)
     rows = {name: running.jsonl(folder, "metrics.jsonl") for name, folder in runs.items()}
     # S forwards the first chunk while later groups are still being scored; B and R have nothing to do by then.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -240,3 +244,61 @@ def test_options_checks_do_not_import_the_switches():
 
     assert "stretto.switches" not in inspect.getsource(stretto.checks)
     assert cross_field_problems(config(), {}) == []
+
+
+def test_the_documented_matrix_is_that_of_the_guards():
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("switch_matrix", root / "scripts" / "switch_matrix.py")
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    document = table.DOCUMENT.read_text(encoding="utf-8")
+    assert document == table.rendered(document), "run: make fmt"
+    broken_r = {name for name, tables in table.FEATURES.items() if table.cell(R, tables).startswith("refused")}
+    assert len(broken_r) == 11  # by hand: ten features, and S
+
+
+@pytest.mark.parametrize("name", ["b", "p", "p-r", "p-s"])
+def test_the_recipes_of_the_conditions_are_what_they_say(name):
+    recipe = Path(__file__).parents[2] / "recipes" / "conditions" / f"{name}.toml"
+    found, _ = load(recipe, (), {})
+    condition = name.upper().replace("-", "+")
+    assert switches.condition(found) == condition and switches.refusals(found) == []
+    assert f"Condition {condition} " in recipe.read_text()
+    assert len(recipe.read_text().splitlines()) < 60
+
+
+LAUNCH = Path(__file__).parents[2] / "recipes" / "launch.sh"
+
+
+def launch(tmp_path, *arguments, **environ):
+    """The launcher with a ``stretto`` that only says what it was asked."""
+    fake = tmp_path / "bin" / "stretto"
+    fake.parent.mkdir(exist_ok=True)
+    fake.write_text(
+        '#!/bin/sh\necho "$@" "$MM_PROCESSOR_POOL_SIZE $HYBRID_REUSE_TRAIN_LOGPROBS $HYBRID_PIPELINE_FORWARD"\n'
+    )
+    fake.chmod(0o755)
+    plain = {k: v for k, v in os.environ.items() if k not in CONTROLS}
+    path = f"{fake.parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", str(LAUNCH), *arguments], env=plain | {"PATH": path} | environ, capture_output=True, text=True
+    )
+
+
+def test_the_launcher_hands_the_condition_on(tmp_path):
+    done = launch(tmp_path, "r.toml", "--set", "run.dir=x y", MM_PROCESSOR_POOL_SIZE="8", HYBRID_PIPELINE_FORWARD="1")
+    assert (done.returncode, done.stdout) == (0, "train r.toml --set run.dir=x y 8 0 1\n")
+    assert launch(tmp_path, "r.toml").stdout == "train r.toml 0 0 0\n"
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("value", ["yes", "", "-1", " 1", "01", "1\n"])
+def test_the_launcher_refuses_what_the_options_refuse(control, value, tmp_path):
+    done = launch(tmp_path, "r.toml", **{control: value})
+    assert done.returncode == 2 and done.stdout == ""
+    assert control in done.stderr and "expected" in done.stderr
+
+
+def test_the_launcher_refuses_r_with_s_before_anything_starts(tmp_path):
+    done = launch(tmp_path, "r.toml", HYBRID_REUSE_TRAIN_LOGPROBS="1", HYBRID_PIPELINE_FORWARD="1")
+    assert done.returncode == 2 and done.stdout == "" and "must not be conflated" in done.stderr
