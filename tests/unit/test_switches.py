@@ -274,9 +274,8 @@ def launch(tmp_path, *arguments, **environ):
     """The launcher with a ``stretto`` that only says what it was asked."""
     fake = tmp_path / "bin" / "stretto"
     fake.parent.mkdir(exist_ok=True)
-    fake.write_text(
-        '#!/bin/sh\necho "$@" "$MM_PROCESSOR_POOL_SIZE $HYBRID_REUSE_TRAIN_LOGPROBS $HYBRID_PIPELINE_FORWARD"\n'
-    )
+    controls = " ".join(f"${control}" for control in CONTROLS)
+    fake.write_text(f'#!/bin/sh\necho "$@" "{controls}"\n')
     fake.chmod(0o755)
     plain = {k: v for k, v in os.environ.items() if k not in CONTROLS}
     path = f"{fake.parent}:{os.environ['PATH']}"
