@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from stretto import controller, loop, machine
+from stretto import controller, loop, machine, switches
 from stretto.actor.checkpoint import Found
 from stretto.observe.progress import PlainProgress
 from stretto.settings import load
@@ -83,6 +83,7 @@ def train(
     Raises what the loop raises; the processes have ended by then.
     """
     config, sources = load(recipe, [*sets, f"run.dir={run_dir}"])
+    config = switches.applied(config)
     used = Load()
     run_dir.mkdir(parents=True)
     with (run_dir / "output.log").open("w") as log, redirect_stdout(log), PlainProgress(config.run.updates) as progress:
