@@ -50,7 +50,9 @@ class Found:
     passed_over: tuple[tuple[Path, str], ...]
 
 
-FREE_BLOCKS = frozenset({"cluster", "checkpoint", "eval", "plane", "sft"})
+FREE_BLOCKS = frozenset({"cluster", "checkpoint", "eval", "plane", "sft", "switches"})
+DERIVED_BLOCKS = frozenset({"seams"})
+"""Set by switches, not by options."""
 FREE_OPTIONS = frozenset(
     {
         "run.dir",
@@ -74,7 +76,7 @@ def binding_options(config: Config) -> dict[str, Any]:
         f"{block}.{key}": value
         for block, keys in config.model_dump(mode="json").items()
         for key, value in keys.items()
-        if block not in FREE_BLOCKS and f"{block}.{key}" not in FREE_OPTIONS
+        if block not in FREE_BLOCKS | DERIVED_BLOCKS and f"{block}.{key}" not in FREE_OPTIONS
     }
     # How many rounds a partition may take only decides whether the run ends for want of groups.
     binding["rollout.refill_rounds > 0"] = binding.pop("rollout.refill_rounds") > 0

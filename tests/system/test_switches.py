@@ -124,3 +124,24 @@ def demo_model(tmp_path_factory) -> Path:
     output = running.finish(process, 300)
     assert process.returncode == 0, output
     return folder
+
+
+def test_a_run_that_began_without_switches_goes_on_under_them(tmp_path):
+    """Stopped after update 2 as B, resumed as P+S: the bits of a run that was B throughout."""
+    options = {"eval": {"every": 0}, "run": {"updates": 4}}
+    straight = tmp_path / "straight"
+    straight.mkdir()
+    options["run"]["dir"] = str(straight / "run")
+    running.train(running.recipe(straight, **options))
+    stopped = tmp_path / "stopped"
+    stopped.mkdir()
+    options["run"] = {"updates": 4, "dir": str(stopped / "run")}
+    recipe = running.recipe(stopped, **options)
+    process = running.start(recipe)
+    running.wait_for(process, "update 2/4")
+    process.terminate()
+    output = running.finish(process)
+    assert process.returncode == 143, output
+    recipe = running.recipe(stopped, **options, switches=CONDITIONS["P+S"])
+    running.train(recipe, "--resume")
+    assert_same(straight / "run", stopped / "run", 4)

@@ -122,6 +122,33 @@ def test_loss_and_gradients_are_those_of_a_float64_reference(pool, world, budget
     assert len({len(rank["microbatches"]) for rank in ranks}) == 1
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"policy_loss": "gspo", "aggregation": "sequence_mean", "kl_loss_coef": 0.1, "kl_estimator": "k2"},
+        {"policy_loss": "cispo", "aggregation": "constant_length", "advantage": "reinforce_pp_baseline"},
+        {"kl_reward_coef": 0.2, "advantage": "rloo", "importance_correction": "mis", "importance_level": "sequence"},
+    ],
+    ids=str,
+)
+def test_other_algorithms_are_the_same_on_one_rank_and_on_several(pool, algorithm):
+    """Two updates, so that old policy, reference and rollout differ in the second."""
+    actor = UNCLIPPED | {"lr": 5e-3, "warmup_updates": 0, "eps": 1e-3}
+    options = {"actor": actor, "algorithm": algorithm}
+    results = {}
+    for world in (1, 2, 4):
+        ranks = pool.call(world, "ranks_case:updates", f"algorithms-{world}", options, 0, 2)
+        results[world] = ranks[0][-1]
+        for rank in ranks[1:]:
+            assert rank[-1]["metrics"] == ranks[0][-1]["metrics"]
+        pool.call(world, "ranks_case:forget")
+    for world in (2, 4):
+        assert results[world]["metrics"]["loss"] == pytest.approx(results[1]["metrics"]["loss"], rel=1e-4)
+        assert_close(results[world]["grads"], results[1]["grads"], rel=2e-5)
+    if "kl_reward_coef" in algorithm:
+        assert abs(results[1]["metrics"]["reward_kl_mean"]) > 1e-3
+
+
 def test_two_runs_of_four_ranks_end_with_the_same_bits(pool):
     first, second = (pool.call(4, "ranks_case:one_update", {}) for _ in range(2))
     for a, b in zip(first, second, strict=True):
