@@ -3,11 +3,11 @@
     python benchmarks/pool.py [--repetitions 5] [--sizes 0 1 2] [--out results/pool-cpu]
 
 Prompts have one image of 1024 x 1024, once as JPEG bytes that are decoded when they are asked for (as rows of files
-are) and once as uint8 arrays; the last job is 32 prompts of four 1536 x 2170 arrays. The processor is that of a
-Qwen3-VL with ``max_pixels`` 1024 x 1024. All prompts of a job are asked for at once; a coroutine of the same loop wakes
-every 10 ms, and the longest time between two of its turns is the gap. Runners are started once and take turns, in one
-order and then in the other; ratios are within a repetition, the first of which is left out. A pool's results must be
-those of size 0, bit for bit.
+are) and once as uint8 arrays; the last job is 32 prompts of four 1536 x 2170 arrays. The processor is that of the
+recipe's model with ``max_pixels`` 1024 x 1024. All prompts of a job are asked for at once; a coroutine of the same loop
+wakes every 10 ms, and the longest time between two of its turns is the gap. Runners are started once and take turns, in
+one order and then in the other; ratios are within a repetition, the first of which is left out. CPU time is that of
+this process and its workers, in ms a prompt. A pool's results must be those of size 0, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,24 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from harness import Load, measured_load, setting, spread, wait_until_quiet
 from PIL import Image
 
-from stretto.config import ModelConfig
 from stretto.data.images import Images
 from stretto.data.pool import ProcessorPool
 from stretto.data.processor import InlineProcessor, ProcessorRunner
 from stretto.models.loading import load_family
 from stretto.observe.trace import Tracer
+from stretto.settings import load
 from stretto.types import ProcessedPrompt, Prompt
 
 SIDE = 1024
 BEAT_S = 0.01
 ARRAYS = ("prompt_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw")
-MODEL = {  # what decides how prompts are read; its layers are never made
-    "text": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64},
-    "vision": {"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 32},
-}
 
 
 def picture(seed: int, height: int, width: int) -> np.ndarray:
@@ -74,7 +71,9 @@ def jobs(count: int) -> dict[str, list[Prompt]]:
 
 
 async def measure(runner: ProcessorRunner, prompts: list[Prompt]) -> dict[str, float]:
-    """Prompts per second, and the longest gap of the event loop in ms while they are processed."""
+    """Prompts per second; the longest gap of the event loop in ms while they are processed; CPU time in ms a prompt, of
+    this process and of all workers.
+    """
     gaps: list[float] = []
 
     async def beat() -> None:
@@ -89,12 +88,21 @@ async def measure(runner: ProcessorRunner, prompts: list[Prompt]) -> dict[str, f
         await runner.process(prompt)  # its result is dropped at once
 
     heart = asyncio.create_task(beat())
+    before = spent(runner)
     begun = time.perf_counter()
     await asyncio.gather(*(one(prompt) for prompt in prompts))
     seconds = time.perf_counter() - begun
     await asyncio.sleep(2 * BEAT_S)  # a gap that is still open ends
     heart.cancel()
-    return {"rate": len(prompts) / seconds, "gap_ms": 1e3 * max(gaps)}
+    here, there = (1e3 * (after - first) / len(prompts) for first, after in zip(before, spent(runner), strict=True))
+    return {"rate": len(prompts) / seconds, "gap_ms": 1e3 * max(gaps), "cpu_ms": here, "worker_cpu_ms": there}
+
+
+def spent(runner: ProcessorRunner) -> tuple[float, float]:
+    """CPU seconds of this process, and of the workers."""
+    pids = [int(pid) for pid in runner.facts()["workers"]] if isinstance(runner, ProcessorPool) else []
+    own, *others = (psutil.Process(pid).cpu_times() for pid in (None, *pids))
+    return own.user + own.system, sum(times.user + times.system for times in others)
 
 
 class Idle:
@@ -127,8 +135,8 @@ async def check(runners: dict[int, ProcessorRunner], prompts: list[Prompt]) -> N
 
 
 async def compare(args: argparse.Namespace) -> dict[str, Any]:
-    pixels = SIDE * SIDE
-    process = load_family(ModelConfig(config=MODEL, max_pixels=pixels, min_pixels=4096)).process
+    config, _ = load(args.recipe, [f"model.max_pixels={SIDE * SIDE}"])
+    process = load_family(config.model).process
     runners, starts = {}, {}
     for size in args.sizes:
         runners[size], starts[size] = await started(size, process)
@@ -151,13 +159,17 @@ async def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    lines = ["| prompts | workers | prompts/s | ratio to the first | longest gap, ms |", "|---|---|---|---|---|"]
+    lines = [
+        "| prompts | workers | prompts/s | ratio to the first | longest gap, ms | CPU here, ms | CPU of workers, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, sizes in found["cells"].items():
         base = next(iter(sizes.values()))
         for size, cells in sizes.items():
             ratios = [cell["rate"] / first["rate"] for cell, first in zip(cells, base, strict=True)]
-            rate, gap = spread([c["rate"] for c in cells], 2), spread([c["gap_ms"] for c in cells], 0)
-            lines.append(f"| {name} | {size} | {rate} | {spread(ratios, 2)} | {gap} |")
+            figures = [spread([c[key] for c in cells], 0) for key in ("gap_ms", "cpu_ms", "worker_cpu_ms")]
+            rate = spread([c["rate"] for c in cells], 2)
+            lines.append(f"| {name} | {size} | {rate} | {spread(ratios, 2)} | {' | '.join(figures)} |")
     starts = ", ".join(f"{size}: {seconds:.1f} s" for size, seconds in found["start_s"].items() if size)
     load = found["load"]
     return "\n".join(
@@ -172,6 +184,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipe", type=Path, default=Path("recipes/digits-sft.toml"), help="whose model reads them")
     parser.add_argument("--repetitions", type=int, default=5, help="after one that is left out")
     parser.add_argument("--prompts", type=int, default=48, help="of each job with one image")
     parser.add_argument("--sizes", type=int, nargs="+", default=[0, 1, 2], help="workers; 0 is the inline processor")

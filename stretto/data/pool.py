@@ -3,8 +3,8 @@
     process(prompt) ─► queue ─► thread i ⇄ worker process i (``pool_worker``)      i = 0 .. size - 1
 
 A thread owns its process: it starts it, hands it one prompt at a time, and replaces it where it dies. Prompts and
-results pass as files in memory without a name (see ``pool_worker``), so images and pixels are never copied through a
-pipe, and nothing can be left behind. The event loop only queues and awaits.
+results pass through memory that both sides map and that has no name (see ``pool_worker``), so images and pixels never
+go through a pipe, and nothing can be left behind. The event loop only queues and awaits.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from stretto.data import pool_worker
-from stretto.data.pool_worker import hand_over, pack, take_over, unpack
+from stretto.data.pool_worker import FILE_NAME, KEPT_BYTES, Channel, pack, unpack
 from stretto.data.processor import Clock, ProcessFn
 from stretto.observe.trace import Tracer
 from stretto.types import ProcessedPrompt, Prompt, StrettoError
@@ -36,12 +38,16 @@ START_ATTEMPTS = 3
 TRIES = 2
 POLL_S = 0.5
 CLOSE_S = 1.0
-ONE_THREAD = {
+ENVIRONMENT = {
+    # One thread each.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "RAYON_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # The C library gives memory back after every image and asks for it again for the next: half of the work itself.
+    "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
+    "MALLOC_TRIM_THRESHOLD_": str(2 * KEPT_BYTES),
 }
 
 
@@ -88,7 +94,7 @@ class ProcessorPool:
             raise
 
     async def process(self, prompt: Prompt) -> ProcessedPrompt:
-        """The processed prompt; its large arrays lie in memory that the worker wrote.
+        """The processed prompt.
 
         Raises:
             StrettoError: names the row. Processing failed; or the prompt or its result cannot be pickled; or the
@@ -237,18 +243,18 @@ class _Lane(threading.Thread):
                 raise StrettoError(f"row {prompt.row_id}: {error}") from error
             span["worker"] = worker.pid
             try:
-                file = pack(prompt)
+                job = pack(prompt)
             except Exception as error:  # objects that refuse to be pickled raise anything
                 raise StrettoError(f"row {prompt.row_id}: cannot be sent to a worker: {_line(error)}") from error
             try:
-                memory = self._ask(worker, file)
+                answer = self._ask(worker, job)
             except ConnectionError:
                 ends.append(worker.end())
                 continue
-            except OSError as error:  # no memory, or too many open files
+            except (OSError, MemoryError) as error:  # too little memory, or too many open files
                 raise StrettoError(f"row {prompt.row_id}: cannot be passed to a worker or back: {error}") from error
             self.workers[worker.pid] += 1
-            return _told(prompt, memory)
+            return _told(prompt, answer)
         if self._shared.closing.is_set():
             raise _closed(prompt, begun=True)
         how = ", then ".join(ends)
@@ -256,11 +262,11 @@ class _Lane(threading.Thread):
             how += "; mostly a lack of memory: use fewer processes or smaller images"
         raise StrettoError(f"row {prompt.row_id}: processing it ended its worker process {TRIES} times ({how})")
 
-    def _ask(self, worker: _Worker, file: int, limit_s: float | None = None) -> memoryview:
-        self.bytes_to += worker.send(file)
-        memory = worker.receive(limit_s)
-        self.bytes_from += len(memory)
-        return memory
+    def _ask(self, worker: _Worker, message: list[memoryview], limit_s: float | None = None) -> list[np.ndarray]:
+        self.bytes_to += worker.channel.send(message)
+        answer = worker.receive(limit_s)
+        self.bytes_from += sum(len(part) for part in answer)
+        return answer
 
     def _live_worker(self) -> _Worker:
         """The worker, or a new one that is ready.
@@ -310,10 +316,10 @@ class _Lane(threading.Thread):
             return self._worker
 
 
-def _told(prompt: Prompt, memory: memoryview) -> ProcessedPrompt:
+def _told(prompt: Prompt, answer: list[np.ndarray]) -> ProcessedPrompt:
     """The result that a worker's answer holds. Raises StrettoError: it holds none."""
     try:
-        kind, *told = unpack(memory)
+        kind, *told = unpack(answer)
     except Exception as error:
         raise StrettoError(f"row {prompt.row_id}: its result cannot be read: {_line(error)}") from error
     if kind == "done":
@@ -330,43 +336,46 @@ class _Worker:
     """One worker process and the connection to it. Raises OSError where it cannot be started."""
 
     def __init__(self) -> None:
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel = Channel(ours, os.memfd_create(FILE_NAME), os.memfd_create(FILE_NAME))
         self._poll = select.poll()
-        self._poll.register(self._connection, select.POLLIN)
-        file = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)  # lower numbers are free where a stream was closed
-        theirs.close()
+        self._poll.register(ours, select.POLLIN)
+        self._ended = ""
+        passed: list[int] = []
         try:
+            for file in (theirs.fileno(), self.channel.inbox.file, self.channel.outbox.file):
+                # A number above those of standard streams, which are free where a stream was closed.
+                passed.append(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3))
             # -P: the folder of the file must not become importable, its neighbours have names such as `files`.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", pool_worker.__file__, str(file), str(os.getpid())],
-                pass_fds=(file,),
+                [sys.executable, "-P", pool_worker.__file__, *map(str, passed), str(os.getpid())],
+                pass_fds=passed,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **ONE_THREAD},
+                env={**os.environ, **ENVIRONMENT},
                 start_new_session=True,
             )
         except OSError:
-            self._connection.close()
+            self.channel.close()
             raise
         finally:
-            os.close(file)
+            theirs.close()
+            for file in passed:
+                os.close(file)
         self.pid = self._process.pid
 
-    def send(self, file: int) -> int:
-        """Sends a packed message and closes ``file``; its size. Raises ConnectionError: the process is gone."""
-        return hand_over(self._connection, file)
-
-    def receive(self, limit_s: float | None) -> memoryview:
-        """The next message.
+    def receive(self, limit_s: float | None) -> list[np.ndarray]:
+        """The parts of the next message.
 
         Raises:
             TimeoutError: none within ``limit_s``.
             ConnectionError: the process is gone, and all that it sent has been read.
+            OSError: no memory.
         """
         deadline = None if limit_s is None else time.monotonic() + limit_s
         while True:
             gone = self.dead()  # asked before the poll: what it sent before its end is still delivered
             if self._poll.poll(0 if gone else 1000 * POLL_S):
-                return take_over(self._connection)
+                return self.channel.receive()
             if gone:  # and yet the connection is open: a child of it has it
                 raise ConnectionError
             if deadline is not None and time.monotonic() > deadline:
@@ -385,11 +394,13 @@ class _Worker:
         self._process.kill()
 
     def end(self) -> str:
-        """Kills the process and closes the connection; returns how it ended, in words. May be called twice."""
-        self._process.kill()
-        code = self._process.wait()
-        self._connection.close()
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        """Kills the process and closes the channel; returns how it ended, in words. May be called twice."""
+        if not self._ended:
+            self._process.kill()
+            code = self._process.wait()
+            self.channel.close()
+            self._ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return self._ended
 
 
 def _no_start(error: OSError) -> StrettoError:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import data_case
@@ -103,24 +105,51 @@ def test_requests_begin_in_the_order_in_which_they_were_made(tmp_path: Path) -> 
 def test_arrays_keep_their_type_shape_layout_and_values_at_any_size() -> None:
     rng = np.random.default_rng(0)
     given = [
-        *(rng.integers(0, 256, n, np.uint8) for n in (0, 1, 65535, 65536, 65537, 200_001)),
+        *(rng.integers(0, 256, n, np.uint8) for n in (0, 1, 63, 64, 65, 65536, 200_001)),
         rng.standard_normal((300, 400)).astype(np.float32),
         np.asfortranarray(rng.standard_normal((200, 200))),
         rng.standard_normal((300, 400))[::2, ::3],
         np.zeros((0, 1536), np.float32),
         np.float32(3),
     ]
-    file = pool_worker.pack(given)
-    try:
-        memory = pool_worker._mapped(file)
-    finally:
-        os.close(file)
-    found = pool_worker.unpack(memory)
-    assert len(found) == len(given)
-    for a, b in zip(found, given, strict=True):
-        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
-        assert a.ctypes.data % a.dtype.itemsize == 0 if a.size > 20_000 else True
-    assert found[7].flags.f_contiguous and found[6].flags.writeable
+    with channels() as (ours, theirs):
+        for _ in range(2):
+            sent = ours.send(pool_worker.pack(given))
+            found = pool_worker.unpack(theirs.receive())
+            assert sent > sum(a.nbytes for a in given)
+            for a, b in zip(found, given, strict=True):
+                assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+            assert found[8].flags.f_contiguous and found[7].flags.writeable and found[7].flags.aligned
+
+
+def test_a_message_is_not_changed_by_the_next_one_and_a_large_one_is_not_kept() -> None:
+    large, small = np.ones(pool_worker.KEPT_BYTES + 10, np.uint8), np.full(1000, 2, np.uint8)
+    with channels() as (ours, theirs):
+        found = []
+        for given in (small, large, small + 1, large + 3, small + 4):
+            ours.send(pool_worker.pack(given))
+            found.append(pool_worker.unpack(theirs.receive()))
+            held = os.fstat(ours.outbox.file).st_size
+            assert held > len(large) if given.nbytes > 1000 else held <= pool_worker.KEPT_BYTES
+        assert [(len(a), a.min(), a.max()) for a in found] == [
+            (len(small), 2, 2),
+            (len(large), 1, 1),
+            (len(small), 3, 3),
+            (len(large), 4, 4),
+            (len(small), 6, 6),
+        ]
+    assert memory_files() == 0
+
+
+@contextmanager
+def channels() -> Iterator[tuple[pool_worker.Channel, pool_worker.Channel]]:
+    """Both sides of a connection, in this process."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    files = [os.memfd_create(pool_worker.FILE_NAME) for _ in range(2)]
+    sides = pool_worker.Channel(one, *files), pool_worker.Channel(other, *(os.dup(f) for f in reversed(files)))
+    yield sides
+    for side in sides:
+        side.close()
 
 
 def test_images_of_files_are_decoded_in_the_worker(tmp_path: Path) -> None:
@@ -392,40 +421,28 @@ def test_a_cancelled_request_that_has_not_begun_never_begins(tmp_path: Path) -> 
 # What is left behind ---------------------------------------------------------------------------------------------
 
 
-def test_no_descriptor_and_no_memory_is_kept_after_a_result() -> None:
+def test_descriptors_and_mappings_stay_as_many_as_they_were() -> None:
     def one(i: int) -> Prompt:
         return prompt(i, "", [picture(0, 256, 256)] * 2)
 
     async def body(pool: ProcessorPool) -> None:
         await pool.process(one(0))
         (worker,) = workers(pool)
-        gc.collect()
-        mine, theirs = os.listdir("/proc/self/fd"), worker.num_fds()
-        kept = [await pool.process(one(i)) for i in range(50)]
-        assert len(os.listdir("/proc/self/fd")) == len(mine)  # though fifty results lie in shared memory
-        assert memory_files() >= 50
-        del kept
-        for i in range(150):
-            await pool.process(one(i))
-        gc.collect()
-        assert len(os.listdir("/proc/self/fd")) == len(mine) and worker.num_fds() == theirs
-        assert memory_files() <= 2
-        held = Path(f"/proc/{worker.pid}/maps").read_text().count("memfd:")
-        assert held <= 1
+
+        def counts() -> tuple[int, int, int, int]:
+            theirs = Path(f"/proc/{worker.pid}/maps").read_text().count("memfd:")
+            return len(os.listdir("/proc/self/fd")), memory_files(), worker.num_fds(), theirs
+
+        before = counts()
+        kept = [await pool.process(one(i)) for i in range(100)]
+        assert counts() == before and len(kept) == 100
+        worker.kill()
+        await pool.process(one(0))
+        (worker,) = workers(pool)
+        assert counts() == before
 
     with_pool(body)
-
-
-def test_a_small_array_does_not_keep_the_memory_of_a_large_one() -> None:
-    async def body(pool: ProcessorPool) -> None:
-        result = await pool.process(prompt(1, "", [picture(0, 512, 512)]))
-        assert memory_files() > 0
-        ids = result.prompt_ids
-        del result
-        await asyncio.to_thread(wait_for, lambda: memory_files() == 0, 5)
-        assert ids.tolist() == [1]
-
-    with_pool(body)
+    assert memory_files() == 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
