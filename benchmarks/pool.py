@@ -141,21 +141,31 @@ async def compare(args: argparse.Namespace) -> dict[str, Any]:
     for size in args.sizes:
         runners[size], starts[size] = await started(size, process)
     cells: dict[str, dict[int, list[dict[str, float]]]] = {}
+    used = Load()
     try:
-        for name, prompts in jobs(args.prompts).items():
-            await check(runners, prompts[:2])
-            cells[name] = {size: [] for size in runners}
-            for repetition in range(args.repetitions + 1):
-                for size in list(runners)[:: 1 if repetition % 2 else -1]:
-                    cell = await measure(runners[size], prompts)
-                    if repetition:
-                        cells[name][size].append(cell)
+        with measured_load(used):
+            for name, prompts in jobs(args.prompts).items():
+                await check(runners, prompts[:2])
+                cells[name] = {size: [] for size in runners}
+                for repetition in range(args.repetitions + 1):
+                    for size in list(runners)[:: 1 if repetition % 2 else -1]:
+                        cell = await measure(runners[size], prompts)
+                        if repetition:
+                            cells[name][size].append(cell)
         idle = [await measure(Idle(), [prompt(0, ())]) for _ in range(args.repetitions)]
         facts = {size: runner.facts() for size, runner in runners.items() if isinstance(runner, ProcessorPool)}
+        memory = [psutil.Process(int(pid)).memory_full_info().uss for f in facts.values() for pid in f["workers"]]
     finally:
         for runner in runners.values():
             runner.close()
-    return {"cells": cells, "start_s": starts, "idle_gap_ms": [cell["gap_ms"] for cell in idle], "pools": facts}
+    return {
+        "cells": cells,
+        "start_s": starts,
+        "idle_gap_ms": [cell["gap_ms"] for cell in idle],
+        "pools": facts,
+        "worker_memory_mib": [bytes_ / 2**20 for bytes_ in memory],
+        "load": vars(used),
+    }
 
 
 def table(found: dict[str, Any]) -> str:
@@ -177,7 +187,8 @@ def table(found: dict[str, Any]) -> str:
             *lines,
             "",
             f"Start of the pools, by workers: {starts}. Longest gap of an idle loop: {spread(found['idle_gap_ms'], 0)} "
-            f"ms. Cores in use on average: {load['own']:.2f} by this, {load['others']:.2f} by others.",
+            f"ms. Memory that a worker shares with none: {spread(found['worker_memory_mib'], 0)} MiB. Cores in use on "
+            f"average: {load['own']:.2f} by this, {load['others']:.2f} by others.",
         ]
     )
 
@@ -191,10 +202,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures to OUT.json and the table to OUT.md")
     args = parser.parse_args()
     wait_until_quiet()
-    used = Load()
-    with measured_load(used):
-        found = asyncio.run(compare(args))
-    found["load"] = vars(used)
+    found = asyncio.run(compare(args))
     text = table(found)
     print(text)
     if args.out:

@@ -313,6 +313,7 @@ def test_where_no_worker_can_be_replaced_every_request_fails_soon(
 # Order of things -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case("S7")
 def test_the_event_loop_neither_pickles_nor_copies() -> None:
     pool_case.Seen.threads.clear()
     with_pool(lambda pool: outcomes(pool, [prompt(i, "", pool_case.Seen()) for i in range(4)]), 2)
