@@ -71,8 +71,13 @@ class ActorProcess:
         return str(ray.util.get_node_ip_address()) if self.config.cluster.address else LOOPBACK
 
     def start(self) -> dict[str, Any]:
-        """Answers once the model is loaded: what ``machine.settle`` set, and whether forwards are alike."""
-        return self.facts | {"no_grad_is_grad": self.core.no_grad_is_grad()}
+        """Answers once the model is loaded: what ``machine.settle`` set, whether forwards are alike, and the size of a
+        published version.
+        """
+        return self.facts | {
+            "no_grad_is_grad": self.core.no_grad_is_grad(),
+            "published_bytes": self.core.published_bytes(),
+        }
 
     def ping(self) -> None:
         """Answered after the calls before it, or never."""
@@ -142,6 +147,7 @@ class Actor:
         self.world, self.place = config.actor.data_parallel, place
         self.ranks = [remote.remote(config, place, plane, rank) for rank in range(self.world)]
         self.names = ["actor"] if self.world == 1 else [f"actor rank {rank}" for rank in range(self.world)]
+        self.published_bytes = 0
         self.death = ""
         """Why the run was interrupted: a rank died while the driver waited for something else."""
         self._closing = threading.Event()
@@ -160,6 +166,7 @@ class Actor:
             (meeting,) = answers([self.ranks[0].listen.remote()], self.names[:1])
             self._all("join", *meeting)
         facts["parameters"] = self._parameters()
+        self.published_bytes = ranks[0]["published_bytes"]
         self._watcher.start()
         return facts
 

@@ -93,8 +93,10 @@ class Run:
         """
         if step.metrics["update_skipped"] == self.config.updates_per_partition:
             self.weights.keep(version, self.weights[version - 1])
+            step.merge({"published_bytes": 0})
         else:
             self.weights.keep(version, self.actor.publish(version))
+            step.merge({"published_bytes": self.actor.published_bytes})
         self.rollout.offer(version, self.weights[version])
         if self._evaluation_due(version):
             self._evaluate(version)

@@ -54,6 +54,7 @@ class Step:
             "exposed_wait_s": batch.exposed_wait_s,
             "forward_s": sum(ended - begun for begun, ended in batch.forwards),
             "overlap_fraction": batch.overlap(rollout["last_put_s"]),
+            "put_bytes": rollout["put_bytes"],
             "fetched_bytes": batch.fetched_bytes,
             "tokens": sum(r.tokens for r in records),
             "response_tokens": sum(lengths),

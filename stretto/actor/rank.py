@@ -245,6 +245,11 @@ class ActorRankCore:
         dtype = DTYPES[self.config.model.dtype]
         return iter_buckets(published(self.model, self.config), version, dtype)
 
+    def published_bytes(self) -> int:
+        """Of all tensors of a version."""
+        itemsize = DTYPES[self.config.model.dtype].itemsize
+        return sum(tensor.numel() for tensor in published(self.model, self.config).values()) * itemsize
+
     def end_partition(self) -> None:
         """Forget the samples of the partition; call after ``evidence``."""
         self.samples = Samples(self.family, self.config.algorithm.truncated)

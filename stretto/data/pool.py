@@ -225,7 +225,7 @@ class _Lane(threading.Thread):
                     result = self._result(prompt, span)
                 finally:
                     span["bytes"] = self.bytes_to + self.bytes_from - before
-                    self._shared.clock.add(time.monotonic() - begun, waited)
+                    self._shared.clock.add(time.monotonic() - begun, waited, span["bytes"])
         except BaseException as error:  # belongs to whoever awaits the request, as in concurrent.futures
             job.result.set_exception(error)
         else:

@@ -22,27 +22,29 @@ family's bound ``process`` method (a tokenizer, an image processor and a config)
 
 
 class Clock:
-    """How long requests took and queued, from any thread; ``take`` gives it and begins anew."""
+    """How long requests took and queued, and what they moved, from any thread; ``take`` gives it and begins anew."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._all: list[tuple[float, float]] = []
+        self._all: list[tuple[float, float, int]] = []
 
-    def add(self, seconds: float, wait_s: float) -> None:
+    def add(self, seconds: float, wait_s: float, moved_bytes: int = 0) -> None:
         with self._lock:
-            self._all.append((seconds, wait_s))
+            self._all.append((seconds, wait_s, moved_bytes))
 
     def take(self) -> dict[str, float]:
         """Of the requests since the last call: ``processor_s`` and ``processor_max_s``, the seconds of work, summed and
-        of the longest; ``processor_wait_s``, the mean seconds in the queue.
+        of the longest; ``processor_wait_s``, the mean seconds in the queue; ``processor_bytes``, moved to and from
+        other processes.
         """
         with self._lock:
             taken, self._all = self._all, []
         count = max(len(taken), 1)
         return {
-            "processor_s": sum(seconds for seconds, _ in taken),
-            "processor_max_s": max((seconds for seconds, _ in taken), default=0.0),
-            "processor_wait_s": sum(wait_s for _, wait_s in taken) / count,
+            "processor_s": sum(seconds for seconds, _, _ in taken),
+            "processor_max_s": max((seconds for seconds, _, _ in taken), default=0.0),
+            "processor_wait_s": sum(wait_s for _, wait_s, _ in taken) / count,
+            "processor_bytes": sum(moved for _, _, moved in taken),
         }
 
 

@@ -103,6 +103,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "processor_wait_s": ("s", "prompts queued for the processor, mean"),
     "forward_s": ("s", "phase 1: the forwards of each chunk, on the rank that takes longest"),
     "overlap_fraction": ("share", "forward_s before the last group of the partition was put"),
+    "processor_bytes": ("bytes", "prompts and results that passed between the rollout process and a processor pool"),
+    "put_bytes": ("bytes", "payload that was put into the data plane"),
+    "published_bytes": ("bytes", "weights that left the actor for this version; 0: the update was skipped"),
     "fetched_bytes": ("bytes", "payload that actor ranks fetched"),
     "rollout_waited_s": (
         "s",

@@ -123,14 +123,14 @@ class Scheduler:
         """Generate and score every candidate of ``plan`` and put what is kept; ``read(row)`` gives a prompt.
 
         ``offer`` is the version that generates all of it; None lets each batch take the newest. Returns the
-        partition's counts over all candidates, ``last_put_s`` (wall clock), ``rollout_load_s`` (mean over engines),
-        ``rollout_s`` (the rest, from its turn on), and what ``refill.Selection.report`` adds. Raises the first error of
-        any stage, once all started work has settled, so that no row of a failed partition appears later.
+        partition's counts over all candidates, ``last_put_s`` (wall clock), ``put_bytes``, ``rollout_load_s`` (mean
+        over engines), ``rollout_s`` (the rest, from its turn on), and what ``refill.Selection.report`` adds. Raises the
+        first error of any stage, once all started work has settled, so that no row of a failed partition appears later.
         """
         selection = Planned(plan.rows) if self.refill is None else self.refill.select(plan)
         tokens: dict[int, int] = {}
         scored: dict[int, list[Score]] = {}
-        last_put_s: list[float] = []
+        put: list[tuple[float, int]] = []
 
         def scores() -> list[Score]:
             return [score for candidate in sorted(scored) for score in scored[candidate]]
@@ -142,7 +142,7 @@ class Scheduler:
             tokens[candidate] = sum(record.response_tokens)
             for kept in selection.settle(record, group_fields(processed, responses)):
                 await self.put(*kept)
-                last_put_s.append(time.time())
+                put.append((time.time(), nbytes(kept[1])))
 
         work = _Work(
             name=f"partition {plan.partition}",
@@ -166,7 +166,8 @@ class Scheduler:
         kinds = Counter(score.failure for score in settled)
         load_s = work.load_s / self.router.replicas
         return selection.report() | {
-            "last_put_s": max(last_put_s),
+            "last_put_s": max(at for at, _ in put),
+            "put_bytes": sum(moved for _, moved in put),
             **self.processor.clock.take(),
             "samples": len(settled),
             **{f"reward_{kind}": kinds[kind] for kind in FAILURES},
@@ -275,6 +276,11 @@ def check_responses(name: str, requests: Sequence[GroupRequest], sampling: Sampl
                     f"{place}, response {i}: the engine returned {len(response.token_ids)} token ids with "
                     f"{len(response.logprobs)} log-probs; there must be one for every token"
                 )
+
+
+def nbytes(fields: GroupFields) -> int:
+    """Of all arrays of a group."""
+    return sum(part.nbytes for column in fields.values() for part in (column if isinstance(column, list) else [column]))
 
 
 def group_record(

@@ -385,7 +385,7 @@ def test_its_counts_become_metrics_and_the_position_does_not():
         minis=(mini,), records=(record(0),), leases=(), exposed_wait_s=0.0, forwards=(), fetched_bytes=0
     )
     step = Step(0)
-    step.add(batch, REPORTS[1] | {"last_put_s": 0.0})
+    step.add(batch, REPORTS[1] | {"last_put_s": 0.0, "put_bytes": 0})
     found = {name: step.metrics[name] for name in METRICS if name in step.metrics}
     assert found == step.metrics
     assert found["rollout_dropped_groups"] == 5 and found["rollout_refill_rounds"] == 3
