@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from stretto import switches as package
-from stretto.preflight.case import Case, Fact, Line
+from stretto.preflight.case import Case, Caution, Fact, Line
 from stretto.problems import Problem
 from stretto.wording import shown
 
@@ -25,3 +26,14 @@ def switches(case: Case) -> Iterator[Line]:
                 yield Problem((option,), f"{option} = {shown(value)}: {reason}")
             elif case.thorough:
                 yield Fact(f"   would be refused: {reason}")
+    pool, ranks, engines = (
+        case.config.switches.processor_pool,
+        case.config.actor.data_parallel,
+        case.config.rollout.replicas,
+    )
+    cores = len(os.sched_getaffinity(0))
+    if pool and pool + ranks + engines > cores and not case.config.cluster.address:
+        yield Caution(
+            f"{pool} processor workers, {ranks} actor rank{'s' * (ranks > 1)} and {engines} "
+            f"engine{'s' * (engines > 1)} share {cores} cores: what the pool gains it may take from the others"
+        )

@@ -196,6 +196,9 @@ def test_doctor_says_who_set_each_switch_and_what_would_refuse_it(tmp_path):
     assert any(t.startswith("R  switches.logprob_reuse = false (--set): off") for t in lines)
     assert any(t.strip().startswith("would be refused: actor.epochs = 2") for t in lines)
     assert any(t.startswith("S  switches.chunk_overlap = true (file") for t in lines)
+    many = examine(recipe, ["actor.epochs=1"], {"MM_PROCESSOR_POOL_SIZE": "4000"}, thorough=True)
+    (finding,) = [f for f in many.findings if f.topic == "switches"]
+    assert any(t.text.startswith("4000 processor workers, 1 actor rank and 1 engine share ") for t in finding.lines)
 
 
 # Evidence --------------------------------------------------------------------------------------------------------
