@@ -165,9 +165,6 @@ async def rollout_worker(
 
     Raises ConfigError for a reward function or model that cannot be used.
     """
-    from stretto.data.pool import ProcessorPool
-    from stretto.data.processor import InlineProcessor
-    from stretto.models.loading import load_family
     from stretto.rollout.reward import Rewarder
     from stretto.rollout.router import Router
     from stretto.rollout.scheduler import Scheduler
@@ -183,9 +180,7 @@ async def rollout_worker(
         tracer=tracer,
         note=note,
     )
-    _, facts, family = await asyncio.gather(
-        rewarder.start(), router.start(), asyncio.to_thread(load_family, config.model)
-    )
+    _, facts, (family, processor) = await asyncio.gather(rewarder.start(), router.start(), _processor(config, tracer))
     if config.run.determinism == "exact" and not router.repeatable:
         rewarder.close()
         await router.close()
@@ -193,10 +188,6 @@ async def rollout_worker(
             f"rollout.engine = {config.rollout.engine!r} forms its batches by what has arrived, and its bits depend on "
             'them: run.determinism = "exact" cannot be kept; set it to "fast", or make the engine batch-invariant'
         )
-    processor: ProcessorRunner = InlineProcessor(family.process, tracer)
-    if config.seams.processor_workers:
-        processor = ProcessorPool(family.process, config.seams.processor_workers, tracer)
-    await processor.start()
     train: Prompts = open_as_begun(config, family) if producer else ()
     scheduler = Scheduler(
         router=router,
@@ -219,6 +210,20 @@ async def rollout_worker(
         tracer=tracer,
     )
     return worker, facts
+
+
+async def _processor(config: Config, tracer: Tracer) -> tuple[Qwen3VL, ProcessorRunner]:
+    """The model's family, and what processes prompts for it, started."""
+    from stretto.data.pool import ProcessorPool
+    from stretto.data.processor import InlineProcessor
+    from stretto.models.loading import load_family
+
+    family = await asyncio.to_thread(load_family, config.model)
+    processor: ProcessorRunner = InlineProcessor(family.process, tracer)
+    if config.seams.processor_workers:
+        processor = ProcessorPool(family.process, config.seams.processor_workers, tracer)
+    await processor.start()
+    return family, processor
 
 
 async def _no_plane(*_: Any) -> None:

@@ -28,7 +28,7 @@ class ProcessorPool:
         return config.with_seams(processor_workers=config.switches.processor_pool)
 
     def engaged(self, events: Sequence[Event]) -> Evidence:
-        """Every prompt was processed by a worker process, and by more than one where there are as many prompts."""
+        """Every prompt was processed by a worker process."""
         spans = named(events, "processor.process")
         jobs = Counter(span.get("worker") for span in spans)
         inline = jobs.pop(None, 0)
