@@ -30,6 +30,7 @@ def recipe(folder: Path, **rollout: int) -> Path:
     )
 
 
+@pytest.mark.long
 def test_a_run_stopped_and_resumed_trains_the_same_prompts_to_the_same_bits(tmp_path):
     folders = [tmp_path / name for name in ("straight", "stopped")]
     for folder in folders:

@@ -126,6 +126,7 @@ def demo_model(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_run_that_began_without_switches_goes_on_under_them(tmp_path):
     """Stopped after update 2 as B, resumed as P+S: the bits of a run that was B throughout."""
     options = {"eval": {"every": 0}, "run": {"updates": 4}}
