@@ -102,7 +102,8 @@ def memory(case: Case) -> Iterator[Line]:
         yield from _gpu_memory(case, need, gpus)
     weights = need.versions + ranks * need.others
     weights += 0 if gpus else ranks * need.rank + replicas * (need.engine - need.cache)
-    likely = weights + (0 if gpus else replicas * need.cache) + PROCESS_BYTES * (ranks + replicas + 3 + config.switches.processor_pool)
+    processes = ranks + replicas + config.switches.processor_pool + 3
+    likely = weights + (0 if gpus else replicas * need.cache) + PROCESS_BYTES * processes
     yield from _ram(case, weights, likely)
 
 
