@@ -3,11 +3,11 @@
 #
 #   MM_PROCESSOR_POOL_SIZE=8 HYBRID_PIPELINE_FORWARD=1 recipes/launch.sh recipes/digits.toml --set run.dir=runs/p-s
 #
-#   MM_PROCESSOR_POOL_SIZE       P: processes that process prompts, 0 (default) or more
-#   HYBRID_REUSE_TRAIN_LOGPROBS  R: 1 reuses the training forward's log-probs, 0 (default) does not
-#   HYBRID_PIPELINE_FORWARD      S: 1 forwards chunks as they arrive, 0 (default) does not
+#   MM_PROCESSOR_POOL_SIZE       P: processes that process prompts, 0 or more
+#   HYBRID_REUSE_TRAIN_LOGPROBS  R: 1 reuses the training forward's log-probs, 0 does not
+#   HYBRID_PIPELINE_FORWARD      S: 1 forwards chunks as they arrive, 0 does not
 #
-# What follows the recipe goes to `stretto train`. Refuses malformed values, and R with S, before anything starts.
+# What is not set is as the recipe says. What follows the recipe goes to `stretto train`. Refuses malformed values, and R with S, before anything starts.
 set -euo pipefail
 
 usage() {
@@ -26,20 +26,16 @@ fi
 recipe="$1"
 shift
 
-pool="${MM_PROCESSOR_POOL_SIZE-0}"
-reuse="${HYBRID_REUSE_TRAIN_LOGPROBS-0}"
-overlap="${HYBRID_PIPELINE_FORWARD-0}"
-
-[[ "$pool" =~ ^(0|[1-9][0-9]*)$ ]] ||
-  refuse "MM_PROCESSOR_POOL_SIZE = \"$pool\": expected an integer of at least 0, such as 8; or unset it"
-[[ "$reuse" =~ ^[01]$ ]] ||
-  refuse "HYBRID_REUSE_TRAIN_LOGPROBS = \"$reuse\": expected 0 or 1; or unset it"
-[[ "$overlap" =~ ^[01]$ ]] ||
-  refuse "HYBRID_PIPELINE_FORWARD = \"$overlap\": expected 0 or 1; or unset it"
-if [ "$reuse" = 1 ] && [ "$overlap" = 1 ]; then
+# A variable that is not set leaves it to the recipe; one that is set to nothing is refused.
+[[ "${MM_PROCESSOR_POOL_SIZE-0}" =~ ^(0|[1-9][0-9]*)$ ]] ||
+  refuse "MM_PROCESSOR_POOL_SIZE = \"$MM_PROCESSOR_POOL_SIZE\": expected an integer of at least 0, such as 8; or unset it"
+[[ "${HYBRID_REUSE_TRAIN_LOGPROBS-0}" =~ ^[01]$ ]] ||
+  refuse "HYBRID_REUSE_TRAIN_LOGPROBS = \"$HYBRID_REUSE_TRAIN_LOGPROBS\": expected 0 or 1; or unset it"
+[[ "${HYBRID_PIPELINE_FORWARD-0}" =~ ^[01]$ ]] ||
+  refuse "HYBRID_PIPELINE_FORWARD = \"$HYBRID_PIPELINE_FORWARD\": expected 0 or 1; or unset it"
+if [ "${HYBRID_REUSE_TRAIN_LOGPROBS-0}" = 1 ] && [ "${HYBRID_PIPELINE_FORWARD-0}" = 1 ]; then
   refuse "HYBRID_REUSE_TRAIN_LOGPROBS = 1 and HYBRID_PIPELINE_FORWARD = 1: R leaves no old-policy forward for S to overlap, and their effects must not be conflated; switch one of them off"
 fi
 command -v stretto >/dev/null || refuse "there is no stretto on PATH; activate its environment, such as: source .venv/bin/activate"
 
-export MM_PROCESSOR_POOL_SIZE="$pool" HYBRID_REUSE_TRAIN_LOGPROBS="$reuse" HYBRID_PIPELINE_FORWARD="$overlap"
 exec stretto train "$recipe" "$@"

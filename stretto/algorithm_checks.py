@@ -46,7 +46,7 @@ def _unread(config: Config, reader: Reader) -> Iterator[Problem]:
     ]  # fmt: skip
     for name, decided_by, read, why in rules:
         if not read and reader.differs(name):
-            yield reader.problem(name, decided_by, why=f"{why}, so that nobody reads {name}; leave it out")
+            yield reader.problem(name, decided_by, why=f"{why}, so that {name} has no effect; leave it out")
 
 
 _LORA = ("alpha", "dropout", "targets", "publish")

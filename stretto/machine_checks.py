@@ -83,7 +83,14 @@ def is_local_path(path: str) -> bool:
 
 
 def model_folder(config: Config, reader: Reader) -> Iterator[Problem]:
-    path = config.model.path
+    yield from _folder_of_a_model("model.path", config.model.path, reader)
+
+
+def teacher_folder(config: Config, reader: Reader) -> Iterator[Problem]:
+    yield from _folder_of_a_model("algorithm.teacher", config.algorithm.teacher, reader)
+
+
+def _folder_of_a_model(option: str, path: str, reader: Reader) -> Iterator[Problem]:
     if not path or not is_local_path(path):
         return
     folder = Path(path)
@@ -92,7 +99,7 @@ def model_folder(config: Config, reader: Reader) -> Iterator[Problem]:
         inside = sorted(p.name for p in near.iterdir() if p.is_dir())[:10] if os.path.isdir(near) else []
         hint = f"{near} holds {', '.join(inside)}" if inside else f"nothing is in {near}"
         yield reader.problem(
-            "model.path",
+            option,
             why=f"there is no such folder; {hint}; {_maker(path, reader.origins)}, or name another folder or a hub id "
             "(owner/name)",
         )
@@ -100,11 +107,11 @@ def model_folder(config: Config, reader: Reader) -> Iterator[Problem]:
         return
     elif run := _run_of(folder):
         yield reader.problem(
-            "model.path",
+            option,
             why=f"that is a folder of a training run; make a model of it with `stretto export {run} OUT`, and name OUT",
         )
     else:
-        yield reader.problem("model.path", why="the folder holds no config.json; name one that save_pretrained wrote")
+        yield reader.problem(option, why="the folder holds no config.json; name one that save_pretrained wrote")
 
 
 def _run_of(folder: Path) -> Path | None:

@@ -101,7 +101,7 @@ class Records:
         self._step_ended = math.nan
         self.tokens = 0.0
         self.training_s = 0.0
-        self._without_signal = 0
+        self._without_signal = self._skipped = self._replaced = 0
 
     def begin(self) -> None:
         """Start the clock of the first step."""
@@ -170,6 +170,8 @@ class Records:
         self.tokens += metrics["tokens"]
         self.training_s += step_s
         self._say_if_without_signal(step.k, metrics)
+        self._say_if_skipped(step.k, metrics)
+        self._say_if_replaced(step.k, metrics)
         self._progress.step(
             StepReport(
                 update=(step.k + 1) * self._per - 1,
@@ -184,7 +186,8 @@ class Records:
 
     def _say_if_without_signal(self, k: int, metrics: Mapping[str, float]) -> None:
         """At the first of several updates in a row, and at every tenth."""
-        self._without_signal = self._without_signal + 1 if metrics["zero_signal_groups"] == metrics["groups"] else 0
+        silent = metrics["zero_signal_groups"] == metrics["groups"] and "teacher_kl" not in metrics
+        self._without_signal = self._without_signal + 1 if silent else 0
         if self._without_signal == 1 or (self._without_signal and self._without_signal % REMIND == 0):
             row = "" if self._without_signal == 1 else f", as for {self._without_signal} updates in a row"
             self.note(
@@ -192,6 +195,26 @@ class Records:
                 f"equal{row}, so that it learnt nothing; look at the reward, the temperature and how hard the prompts "
                 "are"
             )
+
+    def _say_if_skipped(self, k: int, metrics: Mapping[str, float]) -> None:
+        """At the first of several in a row, and at every tenth."""
+        skipped = int(metrics["update_skipped"])
+        self._skipped = self._skipped + 1 if skipped else 0
+        if self._skipped == 1 or (self._skipped and self._skipped % REMIND == 0):
+            why = (
+                "no token of it carried loss, since all samples failed, were empty or were left out as truncated "
+                "(algorithm.truncated)"
+                if metrics["loss_tokens"] == 0
+                else "its loss or gradient was not finite"
+            )
+            count = "was skipped" if self._per == 1 else f": {skipped} of {self._per} were skipped"
+            self.note(f"update {(k + 1) * self._per} {count}: {why}")
+
+    def _say_if_replaced(self, k: int, metrics: Mapping[str, float]) -> None:
+        restarts = int(metrics.get("processor_restarts", 0))
+        if restarts > self._replaced:
+            self.note(f"a processor worker ended and was replaced ({restarts} so far), before update {k + 1}")
+        self._replaced = restarts
 
     def close(self) -> None:
         for writer in (self._metrics, self._fingerprints, self._evaluations):

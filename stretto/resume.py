@@ -47,7 +47,8 @@ def find_checkpoint(config: Config, *, resume: bool) -> Found:
 
 
 def _other_options(found: Found, folder: Path, config: Config) -> str:
-    may = ", ".join([*(f"[{block}]" for block in sorted(FREE_BLOCKS)), *sorted(FREE_OPTIONS)])
+    free = [*(f"[{block}]" for block in sorted(FREE_BLOCKS)), *sorted(FREE_OPTIONS)]
+    may = ", ".join([*free, "rollout.refill_rounds (neither to 0 nor from it)"])
     intro = f"{found.path} was saved under other options, and a run goes on under those that it began with; "
     saved = _saved_config(folder, found.state["config_hash"])
     if saved is None:

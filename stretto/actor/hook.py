@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import pkgutil
+import sys
 from typing import Protocol
 
 from torch import nn
 
-from stretto.types import ConfigError
+from stretto.types import ConfigError, StrettoError
 
 
 class Hook(Protocol):
@@ -28,6 +31,8 @@ def load_hook(name: str) -> Hook | None:
     """
     if not name:
         return None
+    if os.getcwd() not in sys.path:  # as rewards, hooks are found in the current directory
+        sys.path.insert(0, os.getcwd())
     try:
         function = pkgutil.resolve_name(name)
     except Exception as error:  # the module is the user's, and may raise anything
@@ -42,5 +47,24 @@ def load_hook(name: str) -> Hook | None:
         raise ConfigError(
             [f"actor.before_logprob_hook = {name!r}: that is a {type(function).__name__}; name a function"]
         )
-    hook: Hook = function
+    try:
+        inspect.signature(function).bind(model=None, partition=0, rank=0)
+    except TypeError as error:
+        raise ConfigError(
+            [
+                f"actor.before_logprob_hook = {name!r}: cannot be called as function(model=..., partition=..., "
+                f"rank=...): {error}"
+            ]
+        ) from None
+
+    @functools.wraps(function)
+    def hook(*, model: nn.Module, partition: int, rank: int) -> None:
+        try:
+            function(model=model, partition=partition, rank=rank)
+        except Exception as error:  # the function is the user's
+            raise StrettoError(
+                f"actor.before_logprob_hook = {name!r} raised {type(error).__name__}: {error}, for partition "
+                f"{partition} on rank {rank}"
+            ) from error
+
     return hook

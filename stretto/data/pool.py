@@ -308,6 +308,7 @@ class _Lane(threading.Thread):
             if self._worker is not None:
                 self._worker.end()
                 self.replaced += 1
+                self._shared.clock.restarts += 1
             try:
                 self._worker = _Worker()
             except OSError as error:

@@ -27,6 +27,7 @@ class Clock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._all: list[tuple[float, float, int]] = []
+        self.restarts = 0
 
     def add(self, seconds: float, wait_s: float, moved_bytes: int = 0) -> None:
         with self._lock:
@@ -35,7 +36,7 @@ class Clock:
     def take(self) -> dict[str, float]:
         """Of the requests since the last call: ``processor_s`` and ``processor_max_s``, the seconds of work, summed and
         of the longest; ``processor_wait_s``, the mean seconds in the queue; ``processor_bytes``, moved to and from
-        other processes.
+        other processes. ``processor_restarts``: processes that were replaced so far.
         """
         with self._lock:
             taken, self._all = self._all, []
@@ -45,6 +46,7 @@ class Clock:
             "processor_max_s": max((seconds for seconds, _, _ in taken), default=0.0),
             "processor_wait_s": sum(wait_s for _, wait_s, _ in taken) / count,
             "processor_bytes": sum(moved for _, _, moved in taken),
+            "processor_restarts": self.restarts,
         }
 
 

@@ -37,14 +37,15 @@ def check(model: nn.Module, lora: LoraConfig) -> None:
             [f"lora.rank = {lora.rank}: adapters need peft, which is not installed; pip install 'stretto[lora]'"]
         )
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    problems = []
+    problems: list[str] = []
+    sides: list[int] = []
     for target in lora.targets:
         where = f"lora.targets = {shown(lora.targets)}"
         found = _matches(model, target)
         odd = [name for name in found if name not in linear]
         tied = [name for name in found if name in linear and _is_tied(model, linear[name])]
         if not found:
-            known = sorted({name.rpartition(".")[2] for name in linear} - {"lm_head"})
+            known = _targets(model, linear)
             problems.append(
                 f"{where}: the model has no layer {target!r}; did you mean {nearest(target, known)!r}? Its linear "
                 f"layers are {', '.join(known)}"
@@ -56,8 +57,24 @@ def check(model: nn.Module, lora: LoraConfig) -> None:
                 f"{where}: {tied[0]!r} shares its weight with the embeddings (tie_word_embeddings), which an adapter "
                 "would change, too; leave it out"
             )
+        else:
+            sides += [min(linear[name].weight.shape) for name in found]
+    if not problems and lora.rank > max(sides):
+        problems.append(
+            f"lora.rank = {lora.rank}: no layer that gets an adapter has a rank above {max(sides)}; lower it"
+        )
     if problems:
         raise ConfigError(problems)
+
+
+def _targets(model: nn.Module, linear: Mapping[str, nn.Linear]) -> list[str]:
+    """Last parts of names that only linear layers with weights of their own have."""
+    ends = {name.rpartition(".")[2] for name in linear}
+    return sorted(
+        end
+        for end in ends
+        if all(name in linear and not _is_tied(model, linear[name]) for name in _matches(model, end))
+    )
 
 
 def inject(model: nn.Module, lora: LoraConfig, seed: int) -> None:
@@ -148,13 +165,16 @@ def merged(model: nn.Module, lora: LoraConfig) -> dict[str, Sendable]:
 
 def published_bytes(config: Config) -> int:
     """Bytes of one version of ``published``, in ``model.dtype``. Allocates no weights."""
-    lora = config.lora
-    if lora.rank == 0 or lora.publish == "merged":
+    if config.lora.rank == 0 or config.lora.publish == "merged":
         return weight_bytes(config.model)
-    model = without_weights(config.model)
+    return adapter_parameters(without_weights(config.model), config.lora) * DTYPES[config.model.dtype].itemsize
+
+
+def adapter_parameters(model: nn.Module, lora: LoraConfig) -> int:
+    """How many parameters ``inject`` would add to a plain model."""
     layers = {name for target in lora.targets for name in _matches(model, target)}
-    sizes = [sum(model.get_submodule(name).weight.shape) for name in layers]  # type: ignore[arg-type]
-    return lora.rank * sum(sizes) * DTYPES[config.model.dtype].itemsize
+    linear = [layer for name, layer in model.named_modules() if name in layers and isinstance(layer, nn.Linear)]
+    return lora.rank * sum(layer.in_features + layer.out_features for layer in linear)
 
 
 def save_adapter(model: nn.Module, config: Config, directory: Path) -> None:

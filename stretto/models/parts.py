@@ -10,6 +10,7 @@ from torch import nn
 
 from stretto.config import Config
 from stretto.models import lora
+from stretto.models.loading import without_weights
 
 
 class Parts(Protocol):
@@ -32,6 +33,14 @@ def prepare(model: nn.Module, family: Parts, config: Config) -> None:
     for name, parameter in model.named_parameters():
         if family.part(name) in config.actor.freeze:
             parameter.requires_grad_(False)
+
+
+def trained_parameters(config: Config, family: Parts) -> int:
+    """How many parameters ``prepare`` leaves to be trained. Allocates none."""
+    model = without_weights(config.model)
+    if config.lora.rank > 0:
+        return lora.adapter_parameters(model, config.lora)
+    return sum(p.numel() for name, p in model.named_parameters() if family.part(name) not in config.actor.freeze)
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -104,6 +104,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "forward_s": ("s", "phase 1: the forwards of each chunk, on the rank that takes longest"),
     "overlap_fraction": ("share", "forward_s before the last group of the partition was put"),
     "processor_bytes": ("bytes", "prompts and results that passed between the rollout process and a processor pool"),
+    "processor_restarts": (
+        "processes",
+        "workers of a pool that ended and were replaced, in this session",
+    ),
     "put_bytes": ("bytes", "payload that was put into the data plane"),
     "published_bytes": ("bytes", "weights that left the actor for this version; 0: the update was skipped"),
     "fetched_bytes": ("bytes", "payload that actor ranks fetched"),

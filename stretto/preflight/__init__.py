@@ -18,6 +18,7 @@ from stretto.preflight.capacity import disk, memory
 from stretto.preflight.case import Case, Fact, Finding, Line, Topic
 from stretto.preflight.data import data, forward
 from stretto.preflight.folder import folder, going_on
+from stretto.preflight.hook import hook
 from stretto.preflight.machine import machine
 from stretto.preflight.model import model
 from stretto.preflight.reward import reward
@@ -37,6 +38,7 @@ TOPICS = (
     Topic("batches", batch, ("model.", "data."), exit_code=2, training=True),
     Topic("switches", switches, ("switches.", "algorithm.", "lora."), exit_code=2, training=True),
     Topic("reward", reward, ("reward.",), training=True),
+    Topic("hook", hook, ("actor.before_logprob_hook",), training=True),
     Topic("memory", memory, ("model.", "cluster.", "staleness.", "plane.", "actor.data_parallel"), training=True),
     Topic("disk", disk, ("model.", "run.", "checkpoint.", "staleness."), training=True),
     Topic("resume", going_on, ("run.dir",), every_option=True, training=True, thorough=True),

@@ -16,7 +16,7 @@ from stretto import machine
 from stretto.config import Config
 from stretto.observe.hardware import cgroup_limits, memory_bytes, read_first_line
 from stretto.preflight.case import Case, Caution, Fact, Line, size
-from stretto.preflight.model import sizes
+from stretto.preflight.model import sizes, trained
 from stretto.problems import Problem
 
 FLOAT32 = 4
@@ -50,24 +50,24 @@ def needs(case: Case) -> Needs:
 
     config = case.config
     parameters, version = sizes(case)
+    weights = parameters * (FLOAT32 if config.model.dtype == "float32" else 2)
+    changing = trained(case)
     # A float32 parameter is its own master; one of bfloat16 has a master beside it, which ranks share out as they do
     # the optimizer's two moments.
-    shared = 2 * FLOAT32 * parameters + (FLOAT32 * parameters if config.model.dtype != "float32" else 0)
-    rank = version + FLOAT32 * parameters + shared // config.actor.data_parallel
+    shared = 2 * FLOAT32 * changing + (FLOAT32 * changing if config.model.dtype != "float32" else 0)
+    rank = weights + FLOAT32 * changing + shared // config.actor.data_parallel
     cache = _cache_bytes(case)
     versions = (config.staleness.max + 2) * version
-    return Needs(rank, _others(config, version), version + cache, cache, versions, object_store_bytes(config))
+    others = _tags(config) * changing * (FLOAT32 if config.model.dtype == "float32" else 2) + case.teacher_bytes
+    engine = weights + (version if config.lora.rank > 0 and config.lora.publish == "adapter" else 0)
+    return Needs(rank, others, engine + cache, cache, versions, object_store_bytes(config))
 
 
-def _others(config: Config, version: int) -> int:
-    """Weight tags of the actor (while one is resident, its own weights lie beside it), and the teacher."""
-    from stretto.models.loading import weight_bytes
-    from stretto.models.teacher import teacher_config
-
+def _tags(config: Config) -> int:
+    """Sets of weights in host memory; while one of them is resident, the actor's own lie there."""
     algorithm = config.algorithm
     tags = int(algorithm.kl_loss_coef > 0 or algorithm.kl_reward_coef > 0) + int(algorithm.old_policy == "old_actor")
-    teacher = weight_bytes(teacher_config(config)) if algorithm.teacher else 0
-    return (tags + 1 if tags else 0) * version + teacher
+    return tags + 1 if tags else 0
 
 
 def _cache_bytes(case: Case) -> int:
@@ -190,8 +190,8 @@ def disk(case: Case) -> Iterator[Line]:
     from stretto.actor.checkpoint import steps
 
     config = case.config
-    parameters, version = sizes(case)
-    one = 3 * FLOAT32 * parameters + config.staleness.max * version
+    _, version = sizes(case)
+    one = 3 * FLOAT32 * trained(case) + config.staleness.max * version
     every = config.checkpoint.every or config.run.updates
     count = min(config.checkpoint.keep + 1, math.ceil(config.run.updates / every))
     folder = Path(config.run.dir).absolute()

@@ -61,6 +61,7 @@ class Case:
         thorough: what takes long, or only informs, is asked too.
         resume: the run is to go on from its newest checkpoint.
         no_prompts: why ``prompts`` is empty, where it is.
+        teacher_bytes: weights of the teacher; 0 where there is none, or it cannot be loaded.
         note: told how far a topic is that takes long.
     """
 
@@ -82,6 +83,7 @@ class Case:
         self.prompts: list[Prompt] = []
         self.processed: list[ProcessedPrompt] = []
         self.no_prompts = "no prompt could be read"
+        self.teacher_bytes = 0
 
     @property
     def model_name(self) -> str:

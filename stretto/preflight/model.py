@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from stretto.machine_checks import model_folder
+from stretto.machine_checks import model_folder, teacher_folder
 from stretto.preflight.case import Case, Caution, Fact, Line, problems_of, size
 from stretto.types import ConfigError
+
+if TYPE_CHECKING:
+    from stretto.models.qwen3_vl import Qwen3VL
 
 
 def model(case: Case) -> Iterator[Line]:
@@ -28,14 +32,7 @@ def model(case: Case) -> Iterator[Line]:
         except ConfigError as error:
             yield from problems_of(error, "lora.targets")
     if case.config.algorithm.teacher and case.training:
-        from stretto.models.teacher import load_teacher_family
-
-        try:
-            load_teacher_family(case.config, case.family)
-        except ConfigError as error:
-            yield from problems_of(error, "algorithm.teacher")
-        else:
-            yield Fact(f"teacher {case.config.algorithm.teacher}: reads the same tokens and pixels")
+        yield from _teacher(case, case.family)
     if case.thorough:
         if not case.config.model.path:
             yield Caution(
@@ -50,6 +47,29 @@ def model(case: Case) -> Iterator[Line]:
         )
 
 
+def _teacher(case: Case, student: Qwen3VL) -> Iterator[Line]:
+    from stretto.models.loading import weight_bytes
+    from stretto.models.teacher import load_teacher_family, teacher_config
+
+    missing = list(teacher_folder(case.config, case.reader))
+    yield from missing
+    if missing:
+        return
+    teacher = case.config.algorithm.teacher
+    try:
+        load_teacher_family(case.config, student)
+    except ConfigError as error:
+        yield from problems_of(error, "algorithm.teacher")
+        return
+    case.teacher_bytes = weight_bytes(teacher_config(case.config))
+    yield Fact(f"teacher {teacher}: reads the same tokens and pixels; {size(case.teacher_bytes)}")
+    if teacher == case.config.model.path:
+        yield Caution(
+            "the teacher is the model that training starts from, so that it only holds the policy back; name a better "
+            "one, or use algorithm.kl_loss_coef for that"
+        )
+
+
 def sizes(case: Case) -> tuple[int, int]:
     """Parameters of the model, and bytes of one published version."""
     from stretto.models.loading import DTYPES, weight_bytes
@@ -57,3 +77,11 @@ def sizes(case: Case) -> tuple[int, int]:
 
     whole = weight_bytes(case.config.model)
     return whole // DTYPES[case.config.model.dtype].itemsize, published_bytes(case.config)
+
+
+def trained(case: Case) -> int:
+    """Parameters that training changes."""
+    from stretto.models.parts import trained_parameters
+
+    assert case.family is not None
+    return trained_parameters(case.config, case.family)

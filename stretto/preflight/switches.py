@@ -25,7 +25,7 @@ def switches(case: Case) -> Iterator[Line]:
             if switch.on(case.config):
                 yield Problem((option,), f"{option} = {shown(value)}: {reason}")
             elif case.thorough:
-                yield Fact(f"   would be refused: {reason}")
+                yield Fact(f"   could not be switched on: {reason}")
     pool, ranks, engines = (
         case.config.switches.processor_pool,
         case.config.actor.data_parallel,

@@ -221,6 +221,19 @@ def test_a_run_refuses_to_go_on_with_another_reference_or_teacher(tmp_path):
         made(0, 2).load(path, state)
 
 
+def test_what_a_hook_raises_names_it_and_the_partition(tmp_path, monkeypatch):
+    (tmp_path / "bad_hooks.py").write_text(
+        "def boom(*, model, partition, rank): raise ValueError('no such mode')\ndef other(model): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    records, payloads = actor_case.partition()
+    actor = actor_case.core(actor_case.config(), payloads, hook=load_hook("bad_hooks:boom"))
+    with pytest.raises(StrettoError, match=r"bad_hooks:boom' raised ValueError: no such mode, for partition 0"):
+        actor_case.run_step(actor, records)
+    with pytest.raises(ConfigError, match="cannot be called as function"):
+        load_hook("bad_hooks:other")
+
+
 def test_the_hook_is_called_once_a_partition_before_any_forward():
     calls: list[tuple[int, int, int]] = []
     payloads: dict[int, Any] = {}

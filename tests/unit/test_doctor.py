@@ -24,7 +24,9 @@ from typer.testing import CliRunner
 
 from stretto import cli
 from stretto.actor.checkpoint import Checkpointer, config_hash, rng_tensors
+from stretto.config import LoraConfig
 from stretto.doctor import show
+from stretto.models import lora
 from stretto.preflight import TOPICS, Examination, examine
 from stretto.preflight.case import Caution, Fact, Finding
 from stretto.preflight.reward import TRIED_ROWS
@@ -111,6 +113,40 @@ def test_what_it_says_of_model_memory_and_disk_is_what_the_tiny_model_takes(reci
     assert f"an actor rank takes {parameters * 16 / 2**20:.1f} MiB" in facts(found, "memory")
     # masters and two moments, and the versions 1 and 2 behind the newest; one more at once than are kept
     assert f"a checkpoint takes {parameters * (12 + 8) / 2**20:.1f} MiB, 4 of them at once" in facts(found, "disk")
+
+
+@pytest.mark.parametrize("publish", ["merged", "adapter"])
+def test_adapters_and_frozen_parts_take_no_gradient_and_no_moments(recipe, publish):
+    model = tiny.model()
+    whole = sum(p.numel() for p in model.parameters())
+    tower = sum(p.numel() for name, p in model.named_parameters() if tiny.family().part(name) == "vision_tower")
+    lora.inject(model, LoraConfig(rank=4), 0)
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    found = doctor(recipe, "lora.rank=4", f"lora.publish={publish}", "checkpoint.every=1", "staleness.max=0")
+    assert texts(found) == []
+    assert f"an actor rank takes {(4 * whole + 12 * adapters) / 2**20:.1f} MiB" in facts(found, "memory")
+    assert f"a checkpoint takes {12 * adapters / 2**20:.1f} MiB" in facts(found, "disk")
+    found = doctor(recipe, 'actor.freeze=["vision_tower"]')
+    assert f"an actor rank takes {(16 * whole - 12 * tower) / 2**20:.1f} MiB" in facts(found, "memory")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("algorithm.teacher=runs/nope", ("algorithm.teacher", "there is no such folder")),
+        ("algorithm.teacher=run", ("algorithm.teacher", "there is no such folder")),
+        ("actor.before_logprob_hook=nothing", ("actor.before_logprob_hook", "expected module:function")),
+        ("actor.before_logprob_hook=no_such:f", ("actor.before_logprob_hook", "no module no_such")),
+        ("actor.before_logprob_hook=doctor_rewards:nope", ("actor.before_logprob_hook", "nope")),
+        ("actor.before_logprob_hook=doctor_rewards:picky", ("actor.before_logprob_hook", "cannot be called as")),
+        ("lora.rank=100000", ("lora.rank = 100000", "lower it")),
+    ],
+)
+def test_what_the_algorithm_asks_for_and_cannot_have_is_one_problem(recipe, option, words):
+    found = doctor(recipe, option)
+    (text,) = texts(found)
+    assert all(word in text for word in words), text
+    assert found.exit_code == 1
 
 
 def test_a_reward_is_shown_with_the_scores_of_right_and_wrong_answers(recipe):

@@ -32,7 +32,13 @@ def test_a_line_that_a_checkpoint_kept_is_written_where_it_is_missing_and_only_t
         step = Step(k)
         step.merge(
             {name: 1.0 for name in ("tokens", "response_tokens", "samples", "zero_signal_groups", "staleness_mean")}
-            | {"groups": 2.0, "exposed_wait_s": 0.0, "rollout_waited_s": 0.0, "loss": math.nan if k else 0.5}
+            | {
+                "groups": 2.0,
+                "update_skipped": 0.0,
+                "exposed_wait_s": 0.0,
+                "rollout_waited_s": 0.0,
+                "loss": math.nan if k else 0.5,
+            }
         )
         line = before.line(step)
         if k == 0:
@@ -48,3 +54,35 @@ def test_a_line_that_a_checkpoint_kept_is_written_where_it_is_missing_and_only_t
         assert [row["update"] for row in rows] == [0, 1]
     assert rows[1] == line
     assert (rows[1]["loss"], rows[1]["nonfinite"], rows[1]["policy_version"]) == (None, 1, 2)
+
+
+def skipped_step(k, **metrics):
+    step = Step(k)
+    step.merge(dict.fromkeys(("tokens", "response_tokens", "samples", "groups", "staleness_mean"), 1.0))
+    step.merge({"exposed_wait_s": 0.0, "rollout_waited_s": 0.0, "zero_signal_groups": 0.0, "update_skipped": 0.0})
+    step.merge({"loss_tokens": 5.0} | metrics)
+    return step
+
+
+def test_what_an_update_did_not_learn_from_is_said_once_and_at_every_tenth(tmp_path, capsys):
+    records = Records(tmp_path, 0, PlainProgress(50))
+    records.begin()
+    for k in range(12):
+        records.step(skipped_step(k, update_skipped=1.0, loss_tokens=0.0))
+    records.step(skipped_step(12))
+    records.step(skipped_step(13, update_skipped=1.0))
+    records.step(skipped_step(14, zero_signal_groups=1.0, teacher_kl=0.5))  # it learnt from its teacher
+    records.step(skipped_step(15, zero_signal_groups=1.0))
+    records.step(skipped_step(16, processor_restarts=2))
+    records.close()
+    said = [
+        line for line in capsys.readouterr().out.splitlines() if not line.startswith("update ") or "/50" not in line
+    ]
+    assert [line.split(":")[0] for line in said] == [
+        "update 1 was skipped",
+        "update 10 was skipped",
+        "update 14 was skipped",
+        "update 16",
+        "a processor worker ended and was replaced (2 so far), before update 17",
+    ]
+    assert "algorithm.truncated" in said[0] and "not finite" in said[2]
