@@ -11,7 +11,7 @@ from stretto.problems import Problem, Reader
 
 
 def algorithm_problems(config: Config, reader: Reader) -> Iterator[Problem]:
-    """Every combination that is refused; whatever is not named here is trained (``tests/system/test_combination_runs``)."""
+    """Every combination that is refused; whatever is not named here is trained (``test_combination_runs``)."""
     yield from _unread(config, reader)
     yield from _advantages(config, reader)
     yield from _old_policy(config, reader)
