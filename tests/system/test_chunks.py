@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from test_plane_contract import RayHarness
 
 from stretto.config import Config
 from stretto.observe.trace import Tracer
-from stretto.phase1 import ByChunk, Phase1Batch, WholePartition
+from stretto.phase1 import ByChunk, Phase1Batch, WholePartition, _Claim, exposed_wait
 from stretto.plane.protocol import Duplicate, FetchTimeout, LeaseExpired, Overfilled, PartitionFailed, Underfilled
 from stretto.types import ForwardReport
 
@@ -65,23 +66,39 @@ def slowly(harness: RayHarness, k: int, groups: Any, pause_s: float) -> list[flo
 
 
 def test_the_first_forward_starts_before_the_last_group_is_put(harness):
-    from concurrent.futures import ThreadPoolExecutor
+    """The producer makes the groups of chunk 1 only once the forward of chunk 0 has begun."""
+    k, actor = harness.open(GROUPS), Actor()
 
-    k, actor = harness.open(GROUPS), Actor(seconds=0.3)
+    def produce() -> float:
+        slowly(harness, k, (1, 0), 0.1)
+        while not actor.begun:
+            time.sleep(0.01)
+        return slowly(harness, k, (3, 2), 0.1)[-1]
+
     with ThreadPoolExecutor(1) as pool:
-        puts = pool.submit(slowly, harness, k, (1, 0, 3, 2), 0.4)
+        last_put = pool.submit(produce)
         batch: Phase1Batch = phase1(harness, ByChunk, actor)(k)
-        times = puts.result()
+        assert actor.begun[0] < last_put.result() <= actor.begun[1]
     assert actor.groups == [(0, 1), (2, 3)]
-    assert times[1] <= actor.begun[0] < times[2]  # chunk 0 as soon as its two groups were there
-    assert actor.begun[1] >= times[3]
     assert [record.group for record in batch.records] == [0, 1, 2, 3]
     assert len(batch.leases) == 2 and batch.fetched_bytes == 20
-    # 0.8 s for chunk 0, and 0.8 s more for chunk 1 of which its forward took 0.3.
-    assert batch.exposed_wait_s == pytest.approx(1.3, abs=0.25)
-    assert batch.overlap(times[-1]) == pytest.approx(0.5, abs=0.05)
+    assert batch.exposed_wait_s >= 0.2  # the pauses before chunk 0, in which the actor had nothing
+    assert batch.overlap(last_put.result()) > 0
     harness.plane.ack(*batch.leases)
     harness.plane.close(k)
+
+
+def test_overlap_and_exposed_wait_by_hand():
+    """Chunk 0 had at 0.8, forwarded to 1.1; chunk 1 asked for at 0.8, had at 1.6; the last group was put at 1.5."""
+    claims = [_Claim(None, 0.0, 0.8), _Claim(None, 0.8, 1.6)]
+    reports = [[ForwardReport(0.8, 1.0, 5), ForwardReport(0.8, 1.1, 5)], [ForwardReport(1.6, 1.9, 5)]]
+    assert exposed_wait(claims, reports) == pytest.approx(0.8 + 0.5)
+    batch = Phase1Batch(
+        minis=(), records=(), leases=(), exposed_wait_s=0, forwards=((0.8, 1.1), (1.6, 1.9)), fetched_bytes=0
+    )
+    assert batch.overlap(1.5) == pytest.approx(0.5)
+    assert batch.overlap(1.0) == pytest.approx(0.2 / 0.6)
+    assert (batch.overlap(0.5), batch.overlap(2.0)) == (0.0, pytest.approx(1.0))
 
 
 def test_both_ways_schedule_the_same(harness):
