@@ -85,7 +85,7 @@ class Fleet:
 async def run(fleet, restarts):
     """12 groups on two replicas, in batches of one; records and payloads, and the router's counts."""
     references = [ray.put(bucket) for bucket in weights(0)]
-    async with rollout(fleet.make, 2, m=1, restarts=restarts, timeout_s=2.0) as case:
+    async with rollout(fleet.make, 2, m=1, restarts=restarts, timeout_s=4.0) as case:
         try:
             await case.scheduler.run(plan(12), read, Offer(0, references))
         finally:
