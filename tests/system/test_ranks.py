@@ -215,7 +215,7 @@ class Saver:
         named = {f"w{self.rank}": torch.full((20_000,), float(step))}
         return self.saver.write(step, {"masters": named, "optimizer": {}, "rng": {}}, self.rank, 2)
 
-    def commit(self, step: int, shards: list, published: dict) -> None:
+    def commit(self, step: int, shards: list, published: dict, extra: dict) -> None:
         self.saver.commit(step, shards, {"cursor": step}, published)
 
     def abandon_save(self, step: int) -> None:
