@@ -15,8 +15,8 @@ import tiny
 from stretto.models.loading import save_model
 
 ROWS = combinations.pairwise()
-FEW = (3, 31)
-"""Rows that are always run; the long matrix has all."""
+FEW = (3,)
+"""Rows that are always run; the long matrix has all others."""
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -59,7 +59,7 @@ def check(folder: Path, models: Path, settings: list[combinations.Settings]) -> 
 
 
 @pytest.mark.parametrize("row", FEW)
-def test_a_few_combinations_train(row, models, tmp_path):
+def test_a_combination_trains(row, models, tmp_path):
     check(tmp_path, models, ROWS[row])
 
 

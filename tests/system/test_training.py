@@ -172,7 +172,14 @@ def test_ctrl_c_ends_within_ten_seconds_says_what_is_lost_and_can_be_resumed(mar
     assert [r["update"] for r in running.jsonl(marked, "metrics.jsonl")][: len(rows)] == list(range(len(rows)))
 
 
-@pytest.mark.parametrize("side", ["RolloutProcess", "ActorProcess", "LedgerActor"])
+@pytest.mark.parametrize(
+    "side",
+    [
+        "RolloutProcess",
+        pytest.param("ActorProcess", marks=pytest.mark.long),
+        pytest.param("LedgerActor", marks=pytest.mark.long),
+    ],
+)
 def test_a_killed_process_ends_the_run_within_seconds_with_its_first_cause(marked, tmp_path, side):
     process = running.start(running.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
     running.wait_for(process, "update 2/400")

@@ -58,6 +58,11 @@ asyncio.run(main())
 """
 
 
+def pool_workers() -> list[psutil.Process]:
+    """Those of this process; it may have children of other tests."""
+    return [p for p in psutil.Process().children() if any("pool_worker" in word for word in p.cmdline())]
+
+
 def script(body: str) -> str:
     path = [str(Path(__file__).parent), str(Path(pool_worker.__file__).parents[2])]
     return textwrap.dedent(SCRIPT).format(path=path, body=body)
@@ -265,7 +270,7 @@ def test_what_cannot_be_pickled_on_the_way_there_names_its_row() -> None:
 def test_a_function_that_cannot_be_pickled_is_refused_before_any_process_starts() -> None:
     with pytest.raises(StrettoError, match=r"cannot hand .*<lambda> to its processes \(.*pickle"):
         with_pool(lambda pool: None, 2, lambda p: None)
-    assert psutil.Process().children() == []
+    assert pool_workers() == []
 
 
 @pytest.mark.parametrize(
@@ -286,7 +291,7 @@ def test_a_worker_that_cannot_start_is_an_error_and_is_not_tried_for_ever(
     with pytest.raises(StrettoError, match=says):
         with_pool(lambda pool: None, 1, only_here.process)
     assert (tmp_path / "log").read_text() == "x" * starts
-    assert psutil.Process().children() == []
+    assert pool_workers() == []
     del sys.modules["only_here"]
 
 
@@ -360,7 +365,7 @@ def test_close_lets_a_request_end_fails_the_rest_and_leaves_no_process(tmp_path:
             await pool.process(prompt(9))
 
     asyncio.run(main())
-    assert psutil.Process().children() == []
+    assert pool_workers() == []
     assert not any(t.name.startswith("processor") for t in threading.enumerate())
 
 
@@ -373,7 +378,7 @@ def test_close_ends_a_request_that_does_not_end(tmp_path: Path) -> None:
         assert time.monotonic() - begun < 10
         with pytest.raises(StrettoError, match="row tests/1: the processor was closed while it was processed"):
             await hanging
-        assert psutil.Process().children() == []
+        assert pool_workers() == []
 
     with_pool(body)
 
@@ -388,7 +393,7 @@ def test_close_while_it_starts_ends_the_start() -> None:
             await starting
 
     asyncio.run(main())
-    assert psutil.Process().children() == []
+    assert pool_workers() == []
 
 
 def test_a_start_that_is_cancelled_leaves_no_process() -> None:
@@ -401,7 +406,7 @@ def test_a_start_that_is_cancelled_leaves_no_process() -> None:
             await starting
 
     asyncio.run(main())
-    assert psutil.Process().children() == []
+    assert pool_workers() == []
 
 
 def test_a_cancelled_request_that_has_not_begun_never_begins(tmp_path: Path) -> None:
