@@ -141,8 +141,8 @@ class Scheduler:
             record = group_record(plan.partition, candidate, prompt, processed, responses, scored[candidate])
             tokens[candidate] = sum(record.response_tokens)
             for kept in selection.settle(record, group_fields(processed, responses)):
+                put.append((time.time(), nbytes(kept[1])))  # before: it may be claimed before this call returns
                 await self.put(*kept)
-                put.append((time.time(), nbytes(kept[1])))
 
         work = _Work(
             name=f"partition {plan.partition}",

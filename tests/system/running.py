@@ -13,7 +13,7 @@ from typing import IO, Any
 import tiny
 
 HERE = Path(__file__).parent
-TIMES = ("_s", "_mib", "_per_s", "bytes")
+TIMES = ("_s", "_mib", "_per_s", "bytes", "overlap_fraction")
 
 
 def recipe(folder: Path, **tables: dict[str, Any]) -> Path:

@@ -33,7 +33,7 @@ def run(folder: Path, condition: str, limit_s: float = 110, **tables: dict[str, 
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k != "overlap_fraction"} for row in running.numbers(run)]
+    return running.numbers(run)
 
 
 def assert_same(one: Path, other: Path, updates: int) -> None:
