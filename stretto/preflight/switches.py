@@ -19,6 +19,11 @@ def switches(case: Case) -> Iterator[Line]:
         value = getattr(case.config.switches, switch.name)
         reasons = switch.guards(case.config)
         origin = case.reader.origins.get(option, "default")
+        if switch.name == "logprob_reuse" and (dropout := _dropout_of_a_loaded_model(case)):
+            reasons.append(
+                f"model.path = {shown(case.config.model.path)} has attention_dropout {dropout} in its config.json: with "
+                "dropout the training forward is not the policy that sampled; set it to 0 there"
+            )
         state = "on" if switch.on(case.config) else "off"
         yield Fact(f"{switch.letter}  {option} = {shown(value)} ({origin}): {state}")
         for reason in reasons:
@@ -37,3 +42,10 @@ def switches(case: Case) -> Iterator[Line]:
             f"{pool} processor workers, {ranks} actor rank{'s' * (ranks > 1)} and {engines} "
             f"engine{'s' * (engines > 1)} share {cores} cores: what the pool gains it may take from the others"
         )
+
+
+def _dropout_of_a_loaded_model(case: Case) -> float:
+    """What options cannot tell, since it stands in the model's own config."""
+    if case.family is None or not case.config.model.path:
+        return 0.0
+    return float(getattr(case.family.config.text_config, "attention_dropout", 0.0) or 0.0)

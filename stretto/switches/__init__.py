@@ -7,6 +7,7 @@ from stretto.switches.base import Bounded, Exact, Switch
 from stretto.switches.chunk_overlap import ChunkOverlap
 from stretto.switches.logprob_reuse import LogprobReuse
 from stretto.switches.processor_pool import ProcessorPool
+from stretto.types import ConfigError
 
 __all__ = ["ALL", "Bounded", "Exact", "Switch", "applied", "condition", "on", "refusals"]
 
@@ -28,7 +29,13 @@ def refusals(config: Config) -> list[str]:
 
 
 def applied(config: Config) -> Config:
-    """The config with the seams of all switches that are on."""
+    """The config with the seams of all switches that are on.
+
+    Raises:
+        ConfigError: a guard refuses one of them.
+    """
+    if reasons := refusals(config):
+        raise ConfigError(reasons)
     for switch in on(config):
         config = switch.apply(config)
     return config

@@ -32,6 +32,11 @@ class ChunkOverlap:
                 f"rollout.prompts_per_partition = {groups}, actor.chunks_per_mini = {chunks}: a chunk holds whole "
                 "prompt groups, equally many each; choose a divisor"
             )
+        if chunks == 1:
+            found.append(
+                "actor.chunks_per_mini = 1: the whole mini is one chunk, so that nothing could be forwarded before it "
+                "is complete; set it to at least 2"
+            )
         if actor.minis_per_partition != 1:
             found.append(
                 f"actor.minis_per_partition = {actor.minis_per_partition}: chunks are claimed of exactly one mini a "

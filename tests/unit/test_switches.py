@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
+import tiny
 
 from stretto import switches
 from stretto.checks import cross_field_problems
 from stretto.config import Config
 from stretto.controls import CONTROLS
+from stretto.models.loading import save_model
 from stretto.preflight import examine
 from stretto.settings import OPTIONS, load
 from stretto.switches.base import Bounded, Exact
@@ -21,6 +24,7 @@ from stretto.types import ConfigError
 
 MODEL = "model.path=org/model"
 P, R, S = switches.ALL
+CONTROL_R = R.env
 
 
 def config(**tables) -> Config:
@@ -148,6 +152,7 @@ BREAKS_R = [
 BREAKS_S = [
     ({"actor": {"minis_per_partition": 2}}, "actor.minis_per_partition = 2", "set it to 1"),
     ({"actor": {"chunks_per_mini": 3}}, "actor.chunks_per_mini = 3", "choose a divisor"),
+    ({"actor": {"chunks_per_mini": 1}}, "actor.chunks_per_mini = 1", "set it to at least 2"),
     ({"rollout": {"refill_rounds": 2}}, "rollout.refill_rounds = 2", "set it to 0"),
     ({"algorithm": {"old_policy": "rollout"}}, 'algorithm.old_policy = "rollout"', 'set it to "actor"'),
 ]
@@ -179,6 +184,8 @@ def test_every_broken_guard_is_listed_at_once():
     assert switches.refusals(broken) == []  # it is off
     on = broken.model_copy(update={"switches": broken.switches.model_copy(update={"logprob_reuse": True})})
     assert len(switches.refusals(on)) == 4
+    with pytest.raises(ConfigError, match=r"R: actor\.minis_per_partition = 2"):  # whoever applies cannot pass them by
+        switches.applied(on)
 
 
 def test_no_guard_breaks_under_the_defaults():
@@ -304,3 +311,14 @@ def test_the_launcher_refuses_what_the_options_refuse(control, value, tmp_path):
 def test_the_launcher_refuses_r_with_s_before_anything_starts(tmp_path):
     done = launch(tmp_path, "r.toml", HYBRID_REUSE_TRAIN_LOGPROBS="1", HYBRID_PIPELINE_FORWARD="1")
     assert done.returncode == 2 and done.stdout == "" and "must not be conflated" in done.stderr
+
+
+def test_attention_dropout_in_the_config_of_a_loaded_model_refuses_r(tmp_path):
+    save_model(tiny.family(), tiny.model(), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    told = json.loads(path.read_text())
+    told["text_config"]["attention_dropout"] = 0.1
+    path.write_text(json.dumps(told))
+    found = examine(None, [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}"], {CONTROL_R: "1"})
+    (text,) = [p.text for p in found.problems if "attention_dropout" in p.text]
+    assert "switches.logprob_reuse = true" in text and "config.json" in text and found.exit_code == 2
