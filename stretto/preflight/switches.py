@@ -21,7 +21,7 @@ def switches(case: Case) -> Iterator[Line]:
         origin = case.reader.origins.get(option, "default")
         if switch.name == "logprob_reuse" and (dropout := _dropout_of_a_loaded_model(case)):
             reasons.append(
-                f"model.path = {shown(case.config.model.path)} has attention_dropout {dropout} in its config.json: with "
+                f"model.path = {shown(case.config.model.path)} has attention_dropout {dropout} in config.json: with "
                 "dropout the training forward is not the policy that sampled; set it to 0 there"
             )
         state = "on" if switch.on(case.config) else "off"
