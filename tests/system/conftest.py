@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import wait_until_gone
 
 from stretto.compat import ray_on_loopback
 
 # Small cases (plane_case, tiny, …) serve the unit and the system tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from processes import wait_until_gone
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ import os
 import time
 
 import numpy as np
-import psutil
 import pytest
 import ray
+from processes import still_there
 from rollout_case import plan, read, rollout
 from stub_engine import weights
 
@@ -94,11 +94,6 @@ async def run(fleet, restarts):
     return case, counts, pids
 
 
-def assert_gone(pids):
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
-    assert not alive
-
-
 @pytest.mark.case("E3")
 @pytest.mark.parametrize(("how", "failing"), [("raises", {0, 1}), ("exits", {0}), ("exits", {0, 1}), ("hangs", {0, 1})])
 def test_the_work_goes_on_elsewhere_and_no_sample_is_lost_or_doubled(how, failing):
@@ -108,7 +103,7 @@ def test_the_work_goes_on_elsewhere_and_no_sample_is_lost_or_doubled(how, failin
     for record, fields in case.arrived:
         assert [ids.tolist() for ids in fields["response_ids"]] == [[record.group, 0], [record.group, 1]]
     assert case.router.restarts == len(failing) and counts == {(0, 0)}
-    assert_gone(pids)
+    assert not still_there(pids)
 
 
 @pytest.mark.case("E3")
@@ -125,4 +120,4 @@ def test_without_restarts_the_first_cause_is_raised_within_seconds(how, words):
     with pytest.raises(StrettoError, match=words):
         asyncio.run(run(fleet, restarts=0))
     assert time.monotonic() - begun < 30
-    assert_gone([engine._local.pid for _, engine in fleet.made if engine._local is not None])
+    assert not still_there([engine._local.pid for _, engine in fleet.made if engine._local is not None])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import running
-from processes import assert_closed, ports_of, processes_of, wait_until_gone
+from processes import assert_closed, ports_of, processes_of, that_run, wait_until_gone
 
 pytestmark = pytest.mark.timeout(240)
 LIMIT_S = 10
@@ -78,7 +78,7 @@ def test_what_a_reward_started_ends_with_a_killed_driver_and_with_ctrl_c(marked,
         "rollout engine has loaded the model",
     ]
     assert last.startswith("the rollout side is ready")
-    assert any("sleep" in p.cmdline() for p in processes_of(marked))
+    assert that_run("sleep", processes_of(marked))
     ports, killed = ports_of(processes_of(marked)), time.time()
     process.kill()
     wait_until_gone(marked)
@@ -89,7 +89,7 @@ def test_what_a_reward_started_ends_with_a_killed_driver_and_with_ctrl_c(marked,
     process = running.start(recipe, "--set", "run.updates=400", "--resume")
     running.wait_for(process, "update 4/400")
     assert len(ray_folders() - before) == 1  # its own
-    assert any("sleep" in p.cmdline() for p in processes_of(marked))
+    assert that_run("sleep", processes_of(marked))
     pressed = time.monotonic()
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
@@ -108,7 +108,7 @@ def test_what_a_reward_started_ends_with_a_killed_driver_and_with_ctrl_c(marked,
 def test_gcs_killed_ends_the_run_within_seconds_with_the_cause(marked, tmp_path):
     process = running.start(running.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
     running.wait_for(process, "update 2/400")
-    (victim,) = [p for p in processes_of(marked) if p.cmdline() and p.cmdline()[0].endswith("gcs_server")]
+    (victim,) = that_run("/gcs/gcs_server", processes_of(marked))
     victim.kill()
     killed = time.monotonic()
     output = running.finish(process, LIMIT_S)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import ray
 import running
-from processes import processes_of, wait_until_gone
+from processes import processes_of, that_run, wait_until_gone
 
 from stretto.actor.checkpoint import Checkpointer, latest_valid, read_tensors
 from stretto.actor_ranks import Actor
@@ -93,8 +93,7 @@ def test_both_ranks_train_and_the_records_say_what_each_had(straight):
 
 def ranks_of(run: Path) -> list[psutil.Process]:
     """The processes of the actor ranks, in the order in which they were started."""
-    found = [p for p in processes_of(run) if p.cmdline()[:1] and "ActorProcess" in p.cmdline()[0]]
-    return sorted(found, key=lambda p: p.pid)
+    return that_run("ActorProcess", processes_of(run))
 
 
 @pytest.mark.parametrize("waiting", [pytest.param(False, marks=pytest.mark.long), True])
@@ -105,7 +104,7 @@ def test_a_killed_rank_ends_the_run_within_seconds_named_and_all_listened_on_loo
     ranks = ranks_of(marked)
     assert len(ranks) == 2
     if waiting:
-        (engine,) = [p for p in processes_of(marked) if p.cmdline()[:1] and "EngineProcess" in p.cmdline()[0]]
+        (engine,) = that_run("EngineProcess", processes_of(marked))
         engine.suspend()
         time.sleep(3)
     ports = {p.pid: [c.laddr.ip for c in p.net_connections() if c.status == "LISTEN"] for p in ranks}

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import running
-from processes import processes_of, wait_until_gone
+from processes import processes_of, that_run, wait_until_gone
 
 from stretto.observe.trace import read_events
 
@@ -45,7 +45,7 @@ def undisturbed(tmp_path_factory) -> Path:
 
 
 def engines(run: Path) -> list[psutil.Process]:
-    return [p for p in processes_of(run) if p.cmdline()[:1] and "EngineProcess" in p.cmdline()[0]]
+    return that_run("EngineProcess", processes_of(run))
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -109,7 +109,7 @@ def test_engines_end_with_a_killed_driver_and_with_a_killed_coordinator(marked, 
     process = running.start(path)
     running.wait_for(process, "update 1/400")
     assert len(engines(marked)) == 2
-    (coordinator,) = [p for p in processes_of(marked) if p.cmdline()[:1] and "RolloutProcess" in p.cmdline()[0]]
+    (coordinator,) = that_run("RolloutProcess", processes_of(marked))
     coordinator.kill()
     output = running.finish(process, 30)
     assert process.returncode == 1 and "died" in output and "Traceback" not in output, output

@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from processes import that_run
 
 MODULE = """
 import os, sys, threading
@@ -55,14 +56,14 @@ def test_reward_processes_start_in_an_actor_and_end_when_it_is_killed(tmp_path: 
     holder = Holder.remote()  # type: ignore[attr-defined]
     actor_pid, pids = ray.get(holder.score.remote(str(tmp_path), "where", ""), timeout=60)
     assert actor_pid not in pids
-    idle = [p for p in psutil.Process(actor_pid).children() if "reward_worker" in " ".join(p.cmdline())]
+    idle = that_run("reward_worker", psutil.Process(actor_pid).children())
     assert len(idle) == 2
     assert {int(pid) for pid in pids} <= {p.pid for p in idle}
 
     spinning = tmp_path / "spinning"
     holder.score.remote(str(tmp_path), "spin", str(spinning))
     _wait_for(lambda: spinning.exists() and spinning.read_text() != "", 30)
-    workers = [p for p in psutil.Process(actor_pid).children() if "reward_worker" in " ".join(p.cmdline())]
+    workers = that_run("reward_worker", psutil.Process(actor_pid).children())
     assert len(workers) == 4
     ray.kill(holder)
     _, alive = psutil.wait_procs(workers, timeout=10)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import running
 import torch
-from processes import processes_of, wait_until_gone
+from processes import processes_of, that_run, wait_until_gone
 from safetensors.torch import load_file
 from transformers import Qwen3VLForConditionalGeneration
 
@@ -183,7 +183,7 @@ def test_ctrl_c_ends_within_ten_seconds_says_what_is_lost_and_can_be_resumed(mar
 def test_a_killed_process_ends_the_run_within_seconds_with_its_first_cause(marked, tmp_path, side):
     process = running.start(running.recipe(tmp_path, run={"dir": str(marked), "updates": 400}))
     running.wait_for(process, "update 2/400")
-    (victim,) = [p for p in processes_of(marked) if p.cmdline()[:1] and side in p.cmdline()[0]]
+    (victim,) = that_run(side, processes_of(marked))
     victim.kill()
     killed = time.monotonic()
     output = running.finish(process, 30)

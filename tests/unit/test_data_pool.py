@@ -33,6 +33,7 @@ from pool_case import (
     wait_for,
     with_pool,
 )
+from processes import still_there, that_run
 
 from stretto.data import pool_worker
 from stretto.data.images import Images
@@ -60,7 +61,7 @@ asyncio.run(main())
 
 def pool_workers() -> list[psutil.Process]:
     """Those of this process; it may have children of other tests."""
-    return [p for p in psutil.Process().children() if any("pool_worker" in word for word in p.cmdline())]
+    return that_run("pool_worker", psutil.Process().children())
 
 
 def script(body: str) -> str:
@@ -71,7 +72,7 @@ def script(body: str) -> str:
 def workers(pool: ProcessorPool) -> list[psutil.Process]:
     """The worker processes of ``pool`` that are there."""
     pids = [int(pid) for pid in pool.facts()["workers"]]
-    return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return still_there(pids, 0)
 
 
 # Same results ----------------------------------------------------------------------------------------------------
@@ -479,7 +480,7 @@ def test_a_parent_that_ends_without_closing_ends_its_workers() -> None:
     done = subprocess.run([sys.executable, "-c", script(body)], check=True, timeout=60, capture_output=True, text=True)
     pids = [int(pid) for pid in done.stdout.splitlines()[-1].split()]
     assert len(pids) == 2 and done.stderr == ""
-    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5)
+    assert not still_there(pids, 5)
 
 
 # Odd parents -----------------------------------------------------------------------------------------------------

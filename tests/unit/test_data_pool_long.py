@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 import tiny
-from pool_case import QUIET, assert_equal, numbers, outcomes, picture, prompt, wait_for, with_pool
+from pool_case import QUIET, assert_equal, numbers, outcomes, picture, prompt, with_pool
+from processes import still_there
 
 from stretto.data import pool_worker
 from stretto.data.processor import InlineProcessor
@@ -178,7 +179,7 @@ def test_a_pool_lives_in_a_ray_actor_and_ends_with_it(end: str, tmp_path: Path) 
             assert replaced == 1 and len(pids) == 3
             print(file=driver.stdin, flush=True)
             assert driver.stdout.readline() == "ended\n"
-            wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10)
+            assert not still_there(pids, 10)
         finally:
             driver.kill()
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from processes import still_there, that_run
 
 from stretto.config import RewardConfig
 from stretto.rollout.reward import ABSTAINED, Rewarder, exact_match
@@ -132,7 +133,7 @@ def with_rewarder(
 
 
 def children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if "reward_worker" in " ".join(p.cmdline())]
+    return that_run("reward_worker", psutil.Process().children(recursive=True))
 
 
 def score(function: str, texts: list[str], *, answer: str = "", timeout_s: float = 30.0) -> list[Score]:
@@ -347,10 +348,7 @@ def test_close_ends_a_running_reward_and_what_it_started(tmp_path: Path) -> None
         return int(noted.read_text())
 
     child = with_rewarder("my_rewards:starts_child", body)
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert not still_there([child], 5)
 
 
 def test_a_partition_of_failures_stops_the_run_with_the_first_traceback() -> None:
