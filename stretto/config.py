@@ -292,7 +292,9 @@ class SwitchesConfig(Block):
 
 
 class Seams(BaseModel):
-    """Which implementation stands at each seam. No option sets these: the switches do (``stretto/switches``)."""
+    """Which implementation stands at each seam. No option sets these: the switches do (``stretto/switches``), and the
+    parity tool (``stretto/parity``).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -300,6 +302,19 @@ class Seams(BaseModel):
     old_policy: Literal["", "training_forward"] = ""
     """Empty: what ``algorithm.old_policy`` says."""
     phase1: Literal["whole", "chunks"] = "whole"
+    record: str = ""
+    """Folder of the recording that partitions are written to; empty: none is."""
+    record_partitions: NonNegativeInt = 0
+    """How many, from partition 0 on; 0: all."""
+    replay: str = ""
+    """Folder of the recording that prompts, responses and rewards come from; empty: they are made."""
+    replay_timing: Literal["instant", "recorded"] = "instant"
+    partitions: NonNegativeInt = 0
+    """The run ends after so many partitions, whatever ``run.updates`` says; 0: it does not."""
+    dump_partition: int = -1
+    """Partition after which gradients and parameters are written whole to ``dump/``; -1: none."""
+    checkpoints: bool = True
+    """False: none is written; such a run is repeated rather than resumed."""
 
 
 class Config(Block):
@@ -323,7 +338,7 @@ class Config(Block):
     seams: Seams = Seams()
 
     def with_seams(self, **seams: Any) -> Config:
-        """A new config with other seams; for switches alone."""
+        """A new config with other seams; for switches and the parity tool alone."""
         return self.model_copy(update={"seams": self.seams.model_copy(update=seams)})
 
     @property
@@ -342,4 +357,5 @@ class Config(Block):
     @property
     def partitions(self) -> int:
         """Rollout batches of the whole run, each of which makes one policy version."""
-        return self.run.updates // self.updates_per_partition
+        every = self.run.updates // self.updates_per_partition
+        return min(every, self.seams.partitions) if self.seams.partitions else every

@@ -26,7 +26,7 @@ BASE = {
     "algorithm_checks",
     "controls",
 }
-SHARED = {"models", "schedule", "observe"}
+SHARED = {"models", "schedule", "observe", "recording"}
 STAGES = {"data", "rollout", "plane", "actor"}
 SWITCHES = {"switches"}
 PROOFS = {"parity", "bench"}  # read run folders, start runs through the CLI or build
