@@ -89,6 +89,7 @@ def test_killed_and_hanging_engines_are_replaced_and_change_no_bit(marked, tmp_p
     wait_until_gone(marked, 5)
 
 
+@pytest.mark.long  # short: the same with a stub engine, in test_engine_process
 def test_without_restarts_an_engines_death_ends_the_run_within_seconds_with_the_cause(marked, tmp_path):
     process = running.start(recipe(tmp_path, marked, updates=400, max_engine_restarts=0))
     running.wait_for(process, "update 2/400")

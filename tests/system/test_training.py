@@ -71,7 +71,8 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert all(raw[name].tobytes() == again[name].tobytes() for name in raw)
 
 
-@pytest.mark.parametrize("staleness", [1])  # 0 and 2 are in the long matrix below
+@pytest.mark.long
+@pytest.mark.parametrize("staleness", [1])  # 0 and 2 are in the matrix below; short: two ranks, in test_ranks
 def test_a_second_run_stopped_and_resumed_is_bit_identical_to_a_straight_one(straight, tmp_path, staleness):
     assert_same_run(straight(staleness), stopped_and_resumed_run(tmp_path, staleness, stop_after=2))
 
@@ -83,7 +84,7 @@ def test_stopping_after_any_update_changes_no_bit(straight, tmp_path, staleness,
     assert_same_run(straight(staleness), stopped_and_resumed_run(tmp_path, staleness, stop_after))
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.long), 1, 2])
 def test_partition_k_is_generated_by_version_k_minus_s(straight, staleness):
     events = read_events(straight(staleness) / "events.jsonl")
     made = {(e["partition"], e["version"]) for e in events if e["name"] == "rollout.generate"}
