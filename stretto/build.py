@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from stretto.phase1 import Forward, Phase1
     from stretto.plane.protocol import DataPlane, Producer
     from stretto.rollout.engine import Engine, Sampling
+    from stretto.rollout.recorder import Recorder
     from stretto.rollout.refill import Refill
+    from stretto.rollout.replay import RecordedRewards
+    from stretto.rollout.reward import Rewarder
     from stretto.rollout.worker import Prompts, RolloutWorker
     from stretto.types import Split
 
@@ -53,6 +56,11 @@ def phase1(config: Config, plane: DataPlane, forward: Forward, tracer: Tracer, d
 
 def engine(config: Config, device: str) -> Engine:
     """An engine of this process, not yet started; its model takes what ``models.lora.published`` gives."""
+    if config.seams.replay:
+        from stretto.recording import Recording
+        from stretto.rollout.replay import ReplayEngine
+
+        return ReplayEngine(Recording(config.seams.replay), paced=config.seams.replay_timing == "recorded")
     from stretto.models import lora
     from stretto.models.loading import load_family, load_model
     from stretto.rollout.hf import HfEngine
@@ -80,6 +88,34 @@ def sampling(config: Config) -> Sampling:
     )
 
 
+def rewarder(config: Config) -> Rewarder | RecordedRewards:
+    """What scores responses, not yet started."""
+    if config.seams.replay:
+        from stretto.recording import Recording
+        from stretto.rollout.replay import RecordedRewards
+
+        return RecordedRewards(Recording(config.seams.replay), paced=config.seams.replay_timing == "recorded")
+    from stretto.rollout.reward import Rewarder
+
+    return Rewarder(config.reward)
+
+
+def recorder(config: Config) -> Recorder | None:
+    """What writes partitions down; None where none is asked for."""
+    if not config.seams.record:
+        return None
+    from stretto.data.images import originals
+    from stretto.recording.writer import Writer
+    from stretto.rollout.recorder import Recorder
+
+    return Recorder(
+        Writer(Path(config.seams.record)),
+        partitions=config.seams.record_partitions or config.partitions,
+        truncated=config.algorithm.truncated,
+        originals=lambda prompt: originals(prompt.images),
+    )
+
+
 def refill(config: Config, rows: int) -> Refill | None:
     """Dynamic sampling from a source of ``rows`` rows; None where it is off."""
     from stretto.data.cursor import row_at
@@ -104,9 +140,15 @@ def source(
     note: Note | None = None,
 ) -> Source:
     """A split of the data, its rows checked; with ``keep`` what is found stays in the run folder, or is taken from it.
+    A replay trains on what its recording holds.
 
-    Raises ConfigError for rows or options that cannot be used.
+    Raises ConfigError for rows or options that cannot be used, StrettoError for a recording that cannot be read.
     """
+    if config.seams.replay:
+        from stretto.data.recorded import RecordedSource
+        from stretto.recording import Recording
+
+        return RecordedSource(Recording(config.seams.replay))
     from stretto.data.check import silent
     from stretto.data.source import open_source
 
@@ -165,13 +207,12 @@ async def rollout_worker(
 
     Raises ConfigError for a reward function or model that cannot be used.
     """
-    from stretto.rollout.reward import Rewarder
     from stretto.rollout.router import Router
     from stretto.rollout.scheduler import Scheduler
     from stretto.rollout.worker import RolloutWorker
     from stretto.run_data import open_as_begun
 
-    rewarder = Rewarder(config.reward)
+    rewards = rewarder(config)
     router = Router(
         make_engine,
         config.rollout.replicas if replicas is None else replicas,
@@ -180,9 +221,9 @@ async def rollout_worker(
         tracer=tracer,
         note=note,
     )
-    _, facts, (family, processor) = await asyncio.gather(rewarder.start(), router.start(), _processor(config, tracer))
+    _, facts, (family, processor) = await asyncio.gather(rewards.start(), router.start(), _processor(config, tracer))
     if config.run.determinism == "exact" and not router.repeatable:
-        rewarder.close()
+        rewards.close()
         await router.close()
         raise StrettoError(
             f"rollout.engine = {config.rollout.engine!r} forms its batches by what has arrived, and its bits depend on "
@@ -192,12 +233,13 @@ async def rollout_worker(
     scheduler = Scheduler(
         router=router,
         processor=processor,
-        rewarder=rewarder,
+        rewarder=rewards,
         put=producer.put if producer else _no_plane,
         sampling=sampling(config),
         groups_per_decode_batch=config.rollout.groups_per_decode_batch,
         tracer=tracer,
         refill=refill(config, len(train)),
+        recorder=recorder(config) if producer else None,
     )
     worker = RolloutWorker(
         router=router,
@@ -206,7 +248,7 @@ async def rollout_worker(
         train=train,
         evaluation=cache(lambda split: source(config, split, family, keep=producer is not None)),
         fail=producer.fail if producer else _no_plane,
-        closing=(rewarder.close, processor.close, router.close),
+        closing=(rewards.close, processor.close, router.close),
         tracer=tracer,
     )
     return worker, facts

@@ -152,6 +152,8 @@ def _sampling(config: Config, reader: Reader) -> Iterator[Problem]:
         yield reader.problem("rollout.top_p", why=f"{measure}; set top_p to 1.0")
     if rollout.top_k > 0:
         yield reader.problem("rollout.top_k", why=f"{measure}; set top_k to 0")
+    if config.seams.replay:
+        return  # stamps are those of the recording, and nothing is generated: staleness decides what waits for what
     if staleness.max > 0 and config.importance_correction == "none" and config.algorithm.old_policy != "rollout":
         yield reader.problem(
             "staleness.max",

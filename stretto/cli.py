@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from stretto.stops import STOPS
+from stretto.arguments import Recipe, Sets
+from stretto.parity.cli import app as parity
+from stretto.training import Interrupted
 from stretto.types import ConfigError, StrettoError
-
-if TYPE_CHECKING:
-    from stretto.config import Config
 
 app = typer.Typer(
     help="Post-train vision-language models by hybrid-async GRPO.",
@@ -23,11 +22,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Recipe = Annotated[Path, typer.Argument(help="Recipe (TOML); see recipes/ and docs/configuration.md.")]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="BLOCK.KEY=VALUE", help="Change one option of the recipe; may be repeated."),
-]
+app.add_typer(parity, name="parity")
 
 
 def _version(asked: bool) -> None:
@@ -61,82 +56,24 @@ def train(
 
     Ctrl-C ends at once; SIGTERM checkpoints first.
     """
-    STOPS.install()
-    try:
+    from stretto.training import interruptible
+
+    with interruptible():
         from stretto.preflight import checked
 
         config, sources = checked(recipe, set_ or ())  # before the imports that take seconds
         from stretto import switches
-        from stretto.resume import again, locked
+        from stretto.resume import again, what_is_left
+        from stretto.training import train as run
 
         config = switches.applied(config)
-        with locked(Path(config.run.dir)):
-            _train(config, sources, resume, again(str(recipe), set_ or ()))
-    except KeyboardInterrupt:
-        STOPS.ignore()
-        if STOPS.cause:
-            print(f"error: {STOPS.cause} while the run started; run the same command again", file=sys.stderr)
-            raise typer.Exit(1) from None
-        print(f"stopped by {STOPS.name} while it started; nothing is lost: run the same command again", file=sys.stderr)
-        raise typer.Exit(STOPS.exit_code) from None
-    finally:
-        STOPS.ignore()
-
-
-def _train(config: Config, sources: dict[str, str], resume: bool, go_on: str) -> None:
-    """``train`` in a run folder that is locked; ``go_on`` is the command that resumes it."""
-    from stretto import controller, loop, machine
-    from stretto.observe.progress import make_progress, summary
-    from stretto.resume import failed, find_checkpoint, what_is_left
-
-    found = find_checkpoint(config, resume=resume)
-    place = machine.placement(config)
-    for path, why in found.passed_over:
-        print(f"passed over {path.name}: {why}")
-    begun = time.monotonic()
-    first = int(found.state["cursor"]) * config.updates_per_partition if found.path else 0
-    if first >= config.run.updates:
-        print(f"finished: the run in {config.run.dir} has trained all of its {config.run.updates} updates")
-        return
-    if resume and found.path is None:
-        print(f"nothing to go on from in {config.run.dir}: training starts at update 1")
-    run: controller.Run | None = None
-    try:
-        with (
-            make_progress(
-                config.run.updates,
-                first,
-                run_dir=config.run.dir,
-                reward=config.reward.function,
-                stopping=lambda: STOPS.says,
-            ) as progress,
-            controller.open_run(config, sources, progress, found, place) as run,
-        ):
-            loop.train(run)
-    except (KeyboardInterrupt, controller.Stopped):
-        if run is None:
-            raise
-        print(what_is_left(run.updates_done, run.updates_saved, config.run.updates, go_on), file=sys.stderr)
-        raise typer.Exit(STOPS.exit_code) from None
-    except StrettoError as error:
-        if run is None:
-            raise
-        raise failed(error, what_is_left(run.updates_done, run.updates_saved, config.run.updates, go_on)) from error
-    records = run.records
-    evaluated = records.evaluations()
-    print(
-        summary(
-            updates=config.run.updates - first,
-            wall_s=time.monotonic() - begun,
-            training_s=records.training_s,
-            rewards=records.rewards(),
-            tokens=records.tokens,
-            run_dir=config.run.dir,
-            reward=config.reward.function,
-            before=evaluated[0] if evaluated else None,
-            after=evaluated[-1] if len(evaluated) > 1 else None,
+        go_on = again(str(recipe), set_ or ())
+        run(
+            config,
+            sources,
+            resume=resume,
+            left=lambda done, saved: what_is_left(done, saved, config.updates_to_train, go_on),
         )
-    )
 
 
 @app.command()
@@ -261,6 +198,8 @@ def main() -> None:
     except StrettoError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except Interrupted as stopped:
+        raise SystemExit(stopped.exit_code) from None
 
 
 if __name__ == "__main__":

@@ -359,3 +359,8 @@ class Config(Block):
         """Rollout batches of the whole run, each of which makes one policy version."""
         every = self.run.updates // self.updates_per_partition
         return min(every, self.seams.partitions) if self.seams.partitions else every
+
+    @property
+    def updates_to_train(self) -> int:
+        """Optimizer updates of the whole run: ``run.updates``, unless it ends early on purpose."""
+        return self.partitions * self.updates_per_partition

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from stretto.observe.manifest import Manifest, Status
 from stretto.observe.perfetto import write_trace
 from stretto.observe.progress import Progress
 from stretto.phase1 import Phase1
+from stretto.recording import Recording
 from stretto.records import Records, Step, writing
 from stretto.run_data import open_data
 from stretto.stops import STOPS
@@ -162,6 +163,23 @@ class Run:
         return every > 0 and version * per // every > (version - 1) * per // every
 
 
+def _check_model(config: Config, model: Mapping[str, Any]) -> None:
+    """A replay must begin with the parameters that the recorded run began with.
+
+    Raises:
+        StrettoError: it does not; names both fingerprints.
+    """
+    if not config.seams.replay:
+        return
+    recorded, now = Recording(config.seams.replay).model.get("fingerprint"), model.get("fingerprint")
+    if now != recorded:
+        where = f"model.path = {config.model.path!r}" if config.model.path else f"run.seed = {config.run.seed}"
+        raise StrettoError(
+            f"the model is not the one of the recording {config.seams.replay}: its parameters have the fingerprint "
+            f"{now}, the recorded ones {recorded} ({where}); put the same model there, or record again"
+        )
+
+
 @contextmanager
 def open_run(
     config: Config, sources: dict[str, str], progress: Progress, found: Found, place: machine.Placement
@@ -199,6 +217,7 @@ def open_run(
                     determinism={"mode": config.run.determinism, **facts},
                     switches=conditions.recorded(config, facts["actor"]),
                 )
+                _check_model(config, manifest.session["model"])
                 for text in conditions.inexact(config, facts["actor"]):
                     progress.note(text, stays=True)
                 run.begin(found)

@@ -15,18 +15,20 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_origin
 
 from pydantic import ValidationError
 
 from stretto.checks import cross_field_problems
-from stretto.config import Block, Config
+from stretto.config import Block, Config, Seams
 from stretto.controls import accepted, read_controls
 from stretto.problems import Problem
 from stretto.types import ConfigError
 from stretto.wording import Given, form, nearest, shown
 
 ENV_PREFIX = "STRETTO_"
+NOTHING: Mapping[str, Given] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,16 +353,22 @@ def resolve(
     environ: Mapping[str, str] = os.environ,
     *,
     training: bool = True,
+    base: Mapping[str, Given] = NOTHING,
+    seams: Seams | None = None,
 ) -> Resolved:
-    """As ``load``, but problems are returned, for more to be added to them."""
+    """As ``load``, but problems are returned, for more to be added to them.
+
+    ``base`` are values weaker than a recipe's, by dotted name; ``seams`` those of a run that the parity tool starts.
+    """
     draft = _Draft()
+    draft.given.update({name: Given(_as_declared(OPTIONS[name], g.value), g.origin) for name, g in base.items()})
     if recipe is not None:
         draft.read_file(recipe)
     draft.read_environment(environ)
     draft.read_sets(sets)
     bad = draft.bad_values()
     good = {name: given for name, given in draft.given.items() if name not in bad}
-    config = _build(good)
+    config = _build(good).model_copy(update={} if seams is None else {"seams": seams})
     sources = {name: good[name].origin if name in good else "default" for name in OPTIONS} | draft.inner_origins
     resolved = Resolved(config, sources, [*draft.problems, *bad.values()], draft.suspects | bad.keys(), draft.unread)
     if not draft.unread:

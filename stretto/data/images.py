@@ -173,10 +173,41 @@ class Images(Sequence[np.ndarray]):
         given = self.given[index]
         return to_rgb(given, f"row {self.row_id}, image {index % len(self.given)}", self.folder)
 
+    def original(self, index: int) -> tuple[bytes, str]:
+        """See ``originals``."""
+        where = f"row {self.row_id}, image {index}"
+        image = resolve(self.given[index], where, self.folder)
+        if isinstance(image, Image.Image | np.ndarray):
+            return _png(self[index])
+        try:
+            content = image if isinstance(image, bytes) else image.read_bytes()
+            with Image.open(io.BytesIO(content), formats=_formats()) as opened:
+                return content, (opened.format or "bin").lower()
+        except OSError as error:
+            raise StrettoError(f"{where}: cannot be read as an image: {error}") from error
+
     def files(self) -> list[Path]:
         """The files that images are read from; those inside the row have none. Raises StrettoError as ``to_rgb``."""
         found = [resolve(g, f"row {self.row_id}, image {i}", self.folder) for i, g in enumerate(self.given)]
         return [path for path in found if isinstance(path, Path)]
+
+
+def originals(images: Sequence[np.ndarray]) -> list[tuple[bytes, str]]:
+    """The files that images were given as, byte for byte, and the format of each (``png``, ``jpeg``); those that were
+    given as pixels become PNG files of the same pixels.
+
+    Raises:
+        StrettoError: a file is gone, or is no image any more.
+    """
+    if not isinstance(images, Images):
+        return [_png(pixels) for pixels in images]
+    return [images.original(index) for index in range(len(images))]
+
+
+def _png(pixels: np.ndarray) -> tuple[bytes, str]:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue(), "png"
 
 
 def _check_size(size: tuple[int, int], where: str) -> None:

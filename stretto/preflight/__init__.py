@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.config import Config
+from stretto.config import Config, Seams
 from stretto.data.check import Note, silent
 from stretto.preflight.batch import batch
 from stretto.preflight.capacity import disk, memory
@@ -24,8 +24,9 @@ from stretto.preflight.model import model
 from stretto.preflight.reward import reward
 from stretto.preflight.switches import switches
 from stretto.problems import Problem
-from stretto.settings import OPTIONS, Resolved, resolve
+from stretto.settings import NOTHING, OPTIONS, Resolved, resolve
 from stretto.types import ConfigError
+from stretto.wording import Given
 
 __all__ = ["Examination", "checked", "examine"]
 
@@ -73,13 +74,16 @@ def checked(
     environ: Mapping[str, str] = os.environ,
     *,
     training: bool = True,
+    base: Mapping[str, Given] = NOTHING,
+    seams: Seams | None = None,
 ) -> tuple[Config, dict[str, str]]:
-    """``stretto.settings.load``, and everything else that can be asked before a start.
+    """``stretto.settings.load``, and everything else that can be asked before a start; ``base`` and ``seams`` as of
+    ``stretto.settings.resolve``.
 
     Raises:
         ConfigError: everything that is wrong, at once.
     """
-    found = examine(recipe, sets, environ, training=training)
+    found = examine(recipe, sets, environ, training=training, base=base, seams=seams)
     if found.problems:
         raise ConfigError([problem.text for problem in found.problems], exit_code=found.exit_code)
     return found.config, found.sources
@@ -94,12 +98,14 @@ def examine(
     thorough: bool = False,
     resume: bool = False,
     note: Note = silent,
+    base: Mapping[str, Given] = NOTHING,
+    seams: Seams | None = None,
 ) -> Examination:
     """Ask every topic whose options are sound. Starts reward processes and ends them; leaves nothing behind.
 
     Of a recipe that can not be read nothing is asked: the options would not be those that are meant.
     """
-    resolved = resolve(recipe, sets, environ, training=training)
+    resolved = resolve(recipe, sets, environ, training=training, base=base, seams=seams)
     case = Case(resolved.config, resolved.sources, training=training, thorough=thorough, resume=resume, note=note)
     findings = [Finding("options", tuple(_options(resolved)), exit_code=2)]
     doubtful = dict.fromkeys(sorted(resolved.doubtful))  # in the order in which they were found

@@ -30,8 +30,11 @@ def data(case: Case) -> Iterator[Line]:
     """At a start, a few rows: a run looks at all of them before its processes start, in a folder that it has locked.
     Where thorough, every row of the splits that a run reads.
     """
-    missing = list(data_files(case.config, case.reader))
     try:
+        if case.config.seams.replay:
+            yield from _recorded(case)
+            return
+        missing = list(data_files(case.config, case.reader))
         missing = missing or list(_columns(case))
         yield from missing
         if missing:
@@ -54,6 +57,17 @@ def data(case: Case) -> Iterator[Line]:
         yield from found
     else:
         yield from _counted(case)
+
+
+def _recorded(case: Case) -> Iterator[Line]:
+    """The prompts of a recording, in place of data."""
+    from stretto.build import source
+
+    case.source = source(case.config, "train", keep=False)
+    case.prompts = [case.source[row] for row in _spread(len(case.source))]
+    if case.family is not None:
+        case.processed = _processed(case.family, case.prompts)
+    yield Fact(f"recording {case.config.seams.replay}: {len(case.source):,} prompts")
 
 
 def _option(text: str) -> str:
@@ -119,7 +133,7 @@ def _counted(case: Case) -> Iterator[Line]:
         used = case.config.partitions * case.config.rollout.prompts_per_partition
         refilled = case.config.rollout.refill_rounds > 0
         yield Fact(
-            f"{case.config.data.source}: {rows:,} training prompts; {case.config.run.updates} updates take {used:,}, "
+            f"{case.config.data.source}: {rows:,} training prompts; {case.config.updates_to_train} updates take {used:,}, "
             f"which is {used / rows:.2g} epochs{'; groups that are dropped come on top' if refilled else ''}"
         )
     if case.processed:

@@ -37,11 +37,11 @@ def going_on(case: Case) -> Iterator[Line]:
         yield Caution(f"passed over {path.name}: {why}")
     if found.path is not None:
         done = int(found.state["cursor"]) * config.updates_per_partition
-        if done >= config.run.updates:
-            yield Fact(f"all of its {config.run.updates} updates are trained: there is nothing left to do")
+        if done >= config.updates_to_train:
+            yield Fact(f"all of its {config.updates_to_train} updates are trained: there is nothing left to do")
         else:
-            yield Fact(f"goes on from {found.path.name}, with update {done + 1} of {config.run.updates}")
+            yield Fact(f"goes on from {found.path.name}, with update {done + 1} of {config.updates_to_train}")
     elif case.resume:
         yield Fact(f"nothing to go on from in {where}: training starts at update 1")
     else:
-        yield Fact(f"a new run of {config.run.updates} updates")
+        yield Fact(f"a new run of {config.updates_to_train} updates")

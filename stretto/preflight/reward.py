@@ -31,6 +31,9 @@ def reward(case: Case) -> Iterator[Line]:
     """Starts one reward process, which imports and checks the function as those of a run do, has it score a few rows,
     and ends it. At a start, one row that gets a score is enough.
     """
+    if case.config.seams.replay:
+        yield Fact("rewards are those of the recording")
+        return
     malformed = list(reward_function(case.config, case.reader))
     yield from malformed
     if malformed:

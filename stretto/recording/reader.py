@@ -155,13 +155,15 @@ class Recording:
             prompt=prompt,
             images=images,
             responses=responses,
-            scores=[
-                Score(value=row["reward"], valid=row["valid"], error=row["score_error"], failure=row["failure"])
-                for row in rows
-            ],
+            scores=[_score(row) for row in rows],
             loss_mask=[np.asarray(row["loss_mask"], np.uint8) for row in rows],
-            timing=Timing(**{name: rows[0][name] for name in ("batch", "decode_s", "score_s", "put_s")}),
+            timing=_timing(rows[0]),
         )
+
+    def scores(self, partition: int, group: int) -> tuple[list[Score], Timing]:
+        """The scores of a group and its times. Reads no payload. Raises StrettoError as ``group``."""
+        rows = self._rows(partition, group)
+        return [_score(row) for row in rows], _timing(rows[0])
 
     def batches(self, partition: int) -> dict[int, tuple[float, int]]:
         """Of each decode batch, the seconds that it took and how many of its groups are recorded."""
@@ -239,6 +241,14 @@ def _value(scalar: pa.Scalar) -> Any:
     if isinstance(scalar, pa.ListScalar) and not pa.types.is_string(scalar.type.value_type):
         return scalar.values.to_numpy(zero_copy_only=False)
     return scalar.as_py()
+
+
+def _score(row: dict[str, Any]) -> Score:
+    return Score(value=row["reward"], valid=row["valid"], error=row["score_error"], failure=row["failure"])
+
+
+def _timing(row: dict[str, Any]) -> Timing:
+    return Timing(batch=row["batch"], decode_s=row["decode_s"], score_s=row["score_s"], put_s=row["put_s"])
 
 
 def _response(row: dict[str, Any]) -> Response:

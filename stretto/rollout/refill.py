@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from stretto.types import GroupFields, GroupRecord, PartitionPlan, StrettoError, Truncated
+from stretto.rollout.finished import Finished
+from stretto.types import GroupRecord, PartitionPlan, StrettoError, Truncated
 
-Group = tuple[GroupRecord, GroupFields]
+Group = tuple[GroupRecord, Finished]
 
 
 class Selection(Protocol):
@@ -36,7 +37,7 @@ class Selection(Protocol):
         """The row of the data whose prompt it shows."""
         ...
 
-    def settle(self, record: GroupRecord, fields: GroupFields) -> list[Group]:
+    def settle(self, record: GroupRecord, finished: Finished) -> list[Group]:
         """Take a candidate that is generated and scored; what can be put now, under group numbers."""
         ...
 
@@ -59,8 +60,8 @@ class Planned:
     def row(self, candidate: int) -> int:
         return self._rows[candidate]
 
-    def settle(self, record: GroupRecord, fields: GroupFields) -> list[Group]:
-        return [(record, fields)]
+    def settle(self, record: GroupRecord, finished: Finished) -> list[Group]:
+        return [(record, finished)]
 
     def report(self) -> dict[str, int]:
         return {}
@@ -120,12 +121,12 @@ class _Refilled:
     def row(self, candidate: int) -> int:
         return self._refill.row_at(self._start + candidate)
 
-    def settle(self, record: GroupRecord, fields: GroupFields) -> list[Group]:
+    def settle(self, record: GroupRecord, finished: Finished) -> list[Group]:
         rewards = counted_rewards(record, self._refill.truncated)
         signal = len(set(rewards)) > 1
         self._equal += not signal and len(rewards) > 1
         self._uncounted += len(rewards) < 2
-        self._ahead[record.group] = (record, fields) if signal else None
+        self._ahead[record.group] = (record, finished) if signal else None
         known: list[Group] = []
         while self._decided in self._ahead:
             group = self._ahead.pop(self._decided)

@@ -68,11 +68,14 @@ class DecodeBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """Responses in request order, the version that made them, and the seconds its engine took to load that."""
+    """Responses in request order, the version that made them, and the seconds its engine took to load that and to
+    generate.
+    """
 
     groups: list[list[Response]]
     version: int
     load_s: float
+    decode_s: float
 
 
 @dataclass(eq=False)
@@ -237,9 +240,10 @@ class Router:
         with self._tracer.span(batch.span, **batch.attrs, **known) as attrs:
             begun = time.monotonic()
             groups = await self._in_time(replica, engine.generate(batch.requests, batch.sampling))
-            self._took.append(time.monotonic() - begun)
+            decode_s = time.monotonic() - begun
+            self._took.append(decode_s)
             attrs["tokens"] = sum(len(r.token_ids) for group in groups for r in group)
-        return Decoded(groups=groups, version=version, load_s=load_s)
+        return Decoded(groups=groups, version=version, load_s=load_s, decode_s=decode_s)
 
     async def _in_time(self, replica: _Replica, call: Awaitable[T]) -> T:
         slow_s = max(self._slow_s, SLOW_TIMES * statistics.median(self._took or [0.0]))

@@ -25,6 +25,7 @@ import numpy as np
 
 from stretto.observe.trace import Tracer
 from stretto.rollout.engine import GroupRequest, Sampling
+from stretto.rollout.finished import Finished, Generated
 from stretto.rollout.refill import Planned, Refill, TooFewGroups
 from stretto.rollout.router import DecodeBatch, Decoded, Offer, Router
 from stretto.types import (
@@ -68,7 +69,17 @@ class Rewarder(Protocol):
     def check_partition(self, partition: int, scores: Sequence[Score]) -> None: ...
 
 
-Finish = Callable[[int, Prompt, ProcessedPrompt, list[Response]], Coroutine[Any, Any, None]]
+class Recorder(Protocol):
+    async def group(self, record: GroupRecord, finished: Finished, put_s: float) -> None:
+        """A group was put, ``put_s`` seconds after its partition's turn had begun."""
+        ...
+
+    async def partition(self, partition: int) -> None:
+        """All groups of a partition were put."""
+        ...
+
+
+Finish = Callable[[int, Generated], Coroutine[Any, Any, None]]
 """What becomes of a candidate whose responses are there."""
 
 
@@ -105,6 +116,7 @@ class Scheduler:
         groups_per_decode_batch: int,
         tracer: Tracer,
         refill: Refill | None = None,
+        recorder: Recorder | None = None,
     ):
         self.router = router
         self.processor = processor
@@ -114,6 +126,7 @@ class Scheduler:
         self.groups_per_decode_batch = groups_per_decode_batch if router.fixed_batches else 1
         self.tracer = tracer
         self.refill = refill
+        self.recorder = recorder
         self._issuing = asyncio.Lock()
         self._reading = asyncio.Lock()
         self._room = asyncio.Semaphore(router.capacity + LOOK_AHEAD)
@@ -135,14 +148,22 @@ class Scheduler:
         def scores() -> list[Score]:
             return [score for candidate in sorted(scored) for score in scored[candidate]]
 
-        async def finish(candidate: int, prompt: Prompt, processed: ProcessedPrompt, responses: list[Response]) -> None:
+        async def finish(candidate: int, made: Generated) -> None:
+            begun_s = time.monotonic()
             with self.tracer.span("reward.score", partition=plan.partition, group=candidate):
-                scored[candidate] = await self.rewarder.score(prompt, responses)
-            record = group_record(plan.partition, candidate, prompt, processed, responses, scored[candidate])
+                scored[candidate] = await self.rewarder.score(made.prompt, made.responses)
+            finished = Finished(generated=made, scores=scored[candidate], score_s=time.monotonic() - begun_s)
+            record = group_record(
+                plan.partition, candidate, made.prompt, made.processed, made.responses, finished.scores
+            )
             tokens[candidate] = sum(record.response_tokens)
-            for kept in selection.settle(record, group_fields(processed, responses)):
-                put.append((time.time(), nbytes(kept[1])))  # before: it may be claimed before this call returns
-                await self.put(*kept)
+            for kept, whole in selection.settle(record, finished):
+                fields = group_fields(whole.generated.processed, whole.generated.responses)
+                put_s = time.monotonic() - work.begun_s
+                put.append((time.time(), nbytes(fields)))  # before: it may be claimed before this call returns
+                await self.put(kept, fields)
+                if self.recorder is not None:
+                    await self.recorder.group(kept, whole, put_s)
 
         work = _Work(
             name=f"partition {plan.partition}",
@@ -165,7 +186,7 @@ class Scheduler:
         self.rewarder.check_partition(plan.partition, settled)
         kinds = Counter(score.failure for score in settled)
         load_s = work.load_s / self.router.replicas
-        return selection.report() | {
+        report = selection.report() | {
             "last_put_s": max(at for at, _ in put),
             "put_bytes": sum(moved for _, moved in put),
             **self.processor.clock.take(),
@@ -175,6 +196,9 @@ class Scheduler:
             "rollout_load_s": load_s,
             "rollout_s": time.monotonic() - work.begun_s - load_s,
         }
+        if self.recorder is not None:
+            await self.recorder.partition(plan.partition)
+        return report
 
     async def evaluate(self, prompts: int, read: Read, split: str, offer: Offer | None) -> Evaluation:
         """Rewards of greedy answers to ``read(0)`` … ``read(prompts - 1)`` and how many of them are exactly 1.0, under
@@ -183,9 +207,9 @@ class Scheduler:
 
         done: dict[int, tuple[str, str, Score]] = {}
 
-        async def finish(group: int, prompt: Prompt, _processed: ProcessedPrompt, responses: list[Response]) -> None:
-            (score,) = await self.rewarder.score(prompt, responses)
-            done[group] = prompt.answer, responses[0].text, score
+        async def finish(group: int, made: Generated) -> None:
+            (score,) = await self.rewarder.score(made.prompt, made.responses)
+            done[group] = made.prompt.answer, made.responses[0].text, score
 
         work = _Work(
             name=f"evaluation on {split}",
@@ -247,7 +271,10 @@ class Scheduler:
         work.versions.add(decoded.version)
         work.load_s += decoded.load_s
         for group, prompt, ready, responses in zip(groups, prompts, processed, decoded.groups, strict=True):
-            tasks.create_task(work.finish(group, prompt, ready, responses))
+            made = Generated(
+                prompt=prompt, processed=ready, responses=responses, batch=index, decode_s=decoded.decode_s
+            )
+            tasks.create_task(work.finish(group, made))
 
     async def _processed(self, work: _Work, groups: range) -> tuple[list[Prompt], list[ProcessedPrompt]]:
         async with self._reading:

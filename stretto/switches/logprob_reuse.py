@@ -68,7 +68,8 @@ class LogprobReuse:
                 f"actor.before_logprob_hook = {actor.before_logprob_hook!r}: there is no forward that it could come "
                 "before; leave it out"
             )
-        if config.staleness.max > 0 and algorithm.old_policy == "actor" and config.importance_correction == "none":
+        stale = config.staleness.max > 0 and not config.seams.replay  # a replay's staleness is that of its recording
+        if stale and algorithm.old_policy == "actor" and config.importance_correction == "none":
             found.append(
                 f"staleness.max = {config.staleness.max} without importance correction: nothing would correct for the "
                 'policy that sampled; set algorithm.importance_correction to "tis" or "mis"'

@@ -32,6 +32,7 @@ SWITCHES = {"switches"}
 PROOFS = {"parity", "bench"}  # read run folders, start runs through the CLI or build
 TOP = {
     "actor_ranks",
+    "arguments",
     "build",
     "cluster",
     "conditions",
@@ -54,6 +55,7 @@ TOP = {
     "sft",
     "staleness",
     "stops",
+    "training",
 }
 LEVEL = {unit: level for level, units in enumerate((BASE, SHARED, STAGES, SWITCHES, TOP)) for unit in units}
 
