@@ -50,6 +50,9 @@ def replay(
     partitions: Annotated[
         int | None, typer.Option(min=1, help="Partitions to train on, from the first; default: all.")
     ] = None,
+    dump: Annotated[
+        int, typer.Option(min=-1, help="Partition after which gradients and parameters are written to RUN_DIR/dump.")
+    ] = -1,
     set_: Sets = None,
 ) -> None:
     """Train on recorded rollouts, under any switches, ranks, chunks, layout and staleness.
@@ -59,4 +62,4 @@ def replay(
     """
     from stretto.parity.replay import replay as run
 
-    run(recording, run_dir, set_ or (), timing=timing, partitions=partitions)
+    run(recording, run_dir, set_ or (), timing=timing, partitions=partitions, dump=dump)

@@ -42,8 +42,10 @@ def replay(
     *,
     timing: Literal["instant", "recorded"] = "instant",
     partitions: int | None = None,
+    dump: int = -1,
 ) -> None:
-    """Train in ``run_dir`` on the first ``partitions`` partitions of the recording ``path``.
+    """Train in ``run_dir`` on the first ``partitions`` partitions of the recording ``path``; with ``dump``, gradients
+    and parameters are written down after that partition.
 
     Raises:
         ConfigError: options that do not fit one another, this machine or the recording.
@@ -55,6 +57,7 @@ def replay(
         wanted = recording.partitions if partitions is None else partitions
         seams = Seams(
             replay=str(path.absolute()), replay_timing=timing, partitions=min(wanted, recording.partitions),
+            dump_partition=dump,
             checkpoints=False,
         )  # fmt: skip
         base = replayed_options(recording)

@@ -20,9 +20,8 @@ def batch(case: Case) -> Iterator[Line]:
         yield Fact(f"not looked at, since {case.no_prompts if case.family else 'there is no model'}")
         return
     found: list[Line] = [*_answers(case.reader)]
-    if (
-        case.config.data.source == "digits" or case.config.seams.replay
-    ):  # too long rows of files are left out, or refused where all are looked at
+    # Too long rows of files are left out, or refused where all are looked at.
+    if case.config.data.source == "digits" or case.config.seams.replay:
         found += _too_many_patches(case.reader, case.family, case.prompts)
         found += _longest(case.reader, case.processed)
     if case.processed:

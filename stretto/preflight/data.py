@@ -130,10 +130,10 @@ def _few(case: Case) -> Iterator[Line]:
 def _counted(case: Case) -> Iterator[Line]:
     if case.source is not None:
         rows = len(case.source)
-        used = case.config.partitions * case.config.rollout.prompts_per_partition
+        updates, used = case.config.updates_to_train, case.config.partitions * case.config.rollout.prompts_per_partition
         refilled = case.config.rollout.refill_rounds > 0
         yield Fact(
-            f"{case.config.data.source}: {rows:,} training prompts; {case.config.updates_to_train} updates take {used:,}, "
+            f"{case.config.data.source}: {rows:,} training prompts; {updates} updates take {used:,}, "
             f"which is {used / rows:.2g} epochs{'; groups that are dropped come on top' if refilled else ''}"
         )
     if case.processed:

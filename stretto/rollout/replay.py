@@ -77,7 +77,7 @@ class ReplayEngine:
 
 
 class RecordedRewards:
-    """The scores of a recording, for the prompts of ``data.recorded``. With ``paced`` they take as long as they took."""
+    """The scores of a recording, for the prompts of ``data.recorded``; with ``paced`` after as long as they took."""
 
     def __init__(self, recording: Recording, *, paced: bool):
         self.recording = recording
@@ -112,9 +112,9 @@ def check_prompt(processed: ProcessedPrompt, group: RecordedGroup) -> None:
         now, then = np.asarray(getattr(processed, name)), np.asarray(group.fields[name])
         if difference := first_difference(now, then):
             raise StrettoError(
-                f"partition {record.partition}, group {record.group} (row {record.row_id}): the processor gives another "
-                f"{name} than was recorded: {difference}; replay with the model folder, images and package versions of "
-                "the recording"
+                f"partition {record.partition}, group {record.group} (row {record.row_id}): the processor makes other "
+                f"{name} than were recorded: {difference}; replay with the model folder, images and package versions "
+                "of the recording"
             )
 
 
