@@ -25,8 +25,9 @@ class Interrupted(Exception):
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Around a command that trains: signals end it with one line, and a code that says so.
+def interruptible(again: str = "run the same command again") -> Iterator[None]:
+    """Around a command that trains: signals end it with one line, and a code that says so. ``again`` is what to do
+    where it had not begun to train.
 
     Raises:
         Interrupted: it was asked to end.
@@ -37,9 +38,9 @@ def interruptible() -> Iterator[None]:
     except KeyboardInterrupt:
         STOPS.ignore()
         if STOPS.cause:
-            print(f"error: {STOPS.cause} while the run started; run the same command again", file=sys.stderr)
+            print(f"error: {STOPS.cause} while the run started; {again}", file=sys.stderr)
             raise Interrupted(1) from None
-        print(f"stopped by {STOPS.name} while it started; nothing is lost: run the same command again", file=sys.stderr)
+        print(f"stopped by {STOPS.name} while it started; nothing is lost: {again}", file=sys.stderr)
         raise Interrupted(STOPS.exit_code) from None
     finally:
         STOPS.ignore()

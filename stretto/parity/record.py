@@ -26,7 +26,8 @@ def record(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StrettoError(f"{folder} is not empty; record into a new folder, or remove it")
-    with interruptible():
+    again = f"remove {folder}, and record again"
+    with interruptible(again):
         config, sources = checked(recipe, [f"run.dir={folder / 'run'}", *sets])
         trained, kept = counts(config, partitions, updates)
         config = switches.applied(config).with_seams(
@@ -34,10 +35,7 @@ def record(
         )
 
         def left(done: int, _saved: int) -> str:
-            return (
-                f"stopped after {done} of {config.updates_to_train} updates; the recording is not finished: remove "
-                f"{folder}, and record again"
-            )
+            return f"stopped after {done} of {config.updates_to_train} updates; the recording is not finished: {again}"
 
         train(config, sources, resume=False, left=left)
     finish(config)

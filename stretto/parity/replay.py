@@ -13,7 +13,7 @@ from stretto.preflight import checked
 from stretto.recording import Recording
 from stretto.settings import OPTIONS, resolve
 from stretto.training import interruptible, train
-from stretto.types import ConfigError
+from stretto.types import ConfigError, StrettoError
 from stretto.wording import Given, shown
 
 FIXED: dict[str, str] = {
@@ -54,6 +54,8 @@ def replay(
     """
     with interruptible():
         recording = Recording(path)
+        if (run_dir / "metrics.jsonl").exists():
+            raise StrettoError(f"{run_dir} already holds a run; replay into a new folder, or remove it")
         wanted = recording.partitions if partitions is None else partitions
         seams = Seams(
             replay=str(path.absolute()), replay_timing=timing, partitions=min(wanted, recording.partitions),

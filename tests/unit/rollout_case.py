@@ -86,9 +86,11 @@ async def rollout(
     restarts: int = 0,
     timeout_s: float = 60,
     refill: Refill | None = None,
+    rewarder: Any = None,
+    recorder: Any = None,
 ) -> AsyncIterator[Case]:
     tracer = Tracer(None, "test")
-    rewarder = Rewarder(RewardConfig(function=reward))
+    rewarder = rewarder or Rewarder(RewardConfig(function=reward))
     router = Router(make, replicas, max_restarts=restarts, timeout_s=timeout_s, tracer=tracer)
     runner = processor(tiny.family().process, tracer)
     arrived: list[tuple[GroupRecord, GroupFields]] = []
@@ -106,6 +108,7 @@ async def rollout(
         groups_per_decode_batch=m,
         tracer=tracer,
         refill=refill,
+        recorder=recorder,
     )
     try:
         yield Case(router, scheduler, arrived)
