@@ -56,9 +56,14 @@ def _toml(value: Any) -> str:
 def start(
     recipe: Path, *arguments: str, command: str = "train", output: IO[str] | int = subprocess.PIPE
 ) -> subprocess.Popen[str]:
+    return stretto(command, str(recipe), *arguments, output=output)
+
+
+def stretto(*words: str, output: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
+    """The command itself, as ``start`` begins it."""
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
-        [sys.executable, "-m", "stretto.cli", command, str(recipe), *arguments],
+        [sys.executable, "-m", "stretto.cli", *words],
         stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
