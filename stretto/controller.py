@@ -163,7 +163,7 @@ class Run:
         return every > 0 and version * per // every > (version - 1) * per // every
 
 
-def _check_model(config: Config, model: Mapping[str, Any]) -> None:
+def check_model(config: Config, model: Mapping[str, Any]) -> None:
     """A replay must begin with the parameters that the recorded run began with.
 
     Raises:
@@ -217,7 +217,7 @@ def open_run(
                     determinism={"mode": config.run.determinism, **facts},
                     switches=conditions.recorded(config, facts["actor"]),
                 )
-                _check_model(config, manifest.session["model"])
+                check_model(config, manifest.session["model"])
                 for text in conditions.inexact(config, facts["actor"]):
                     progress.note(text, stays=True)
                 run.begin(found)

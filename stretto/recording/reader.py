@@ -112,21 +112,23 @@ class Recording:
 
     def prompt(self, partition: int, group: int) -> tuple[RecordedPrompt, tuple[Path, ...]]:
         """The prompt of a group and the files of its images. Reads no payload. Raises StrettoError as ``group``."""
-        row = self._rows(partition, group)[0]
+        return self._prompt(self._rows(partition, group)[0])
+
+    def _prompt(self, row: dict[str, Any]) -> tuple[RecordedPrompt, tuple[Path, ...]]:
         prompt = RecordedPrompt(
             row_id=row["row_id"],
             messages=tuple(json.loads(row["messages"])),
             answer=row["answer"],
             source=row["source"],
-            partition=partition,
-            group=group,
+            partition=row["partition"],
+            group=row["group"],
         )
         return prompt, tuple(self.path / IMAGES / name for name in row["images"])
 
     def group(self, partition: int, group: int) -> RecordedGroup:
         """Raises StrettoError where the recording has no such group, or a file that is missing or has changed."""
         rows = self._rows(partition, group)
-        prompt, images = self.prompt(partition, group)
+        prompt, images = self._prompt(rows[0])
         fields = self._payload(rows[0]["payload"])
         responses = [_response(row) for row in rows]
         fields |= {

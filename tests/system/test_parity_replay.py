@@ -17,7 +17,7 @@ from stretto.recording import Recording
 from stretto.recording.writer import reseal
 
 
-def run(*words: object, code: int = 0, limit_s: float = 110) -> str:
+def run(*words: object, code: int = 0, limit_s: float = 300) -> str:
     process = running.stretto(*map(str, words))
     output = running.finish(process, limit_s)
     assert process.returncode == code, output
@@ -170,3 +170,13 @@ def test_an_interrupted_recording_is_none(tmp_path, number):
     assert not (tmp_path / "recording" / "record.json").exists()
     assert "unfinished recording" in replay(tmp_path / "recording", tmp_path / "replay", code=1)
     assert "is not empty" in run("parity", "record", path, tmp_path / "recording", code=1)
+
+
+@pytest.mark.long
+def test_another_model_is_refused_with_both_fingerprints(recorded, tmp_path):
+    """Weights are drawn by run.seed: with another one the same options make another model."""
+    folder, _ = recorded
+    output = replay(folder, tmp_path / "replay", "run.seed=1", code=1)
+    assert "the model is not the one of the recording" in output
+    assert f"the recorded ones {Recording(folder).model['fingerprint']} (run.seed = 1)" in output
+    assert jsonl(tmp_path / "replay", "metrics.jsonl") == []

@@ -21,6 +21,7 @@ from rollout_case import SAMPLING, rollout
 from safetensors.numpy import load_file
 
 from stretto import build, switches
+from stretto.controller import check_model
 from stretto.data.cursor import rows_of_partition
 from stretto.data.recorded import RecordedSource
 from stretto.observe.trace import Tracer
@@ -383,3 +384,11 @@ def test_parts_of_a_replay_are_built_from_its_recording(recorded):
     assert build.recorder(config) is None
     assert (config.partitions, config.updates_to_train, config.run.updates) == (1, 1, 150)
     assert set(module.CHECKED) == {"prompt_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw"}
+
+
+def test_a_replay_begins_with_the_recorded_parameters(recorded):
+    config = case.config().with_seams(replay=str(recorded[0]))
+    check_model(config, {"fingerprint": "0" * 16})
+    check_model(case.config(), {"fingerprint": "1" * 16})
+    with pytest.raises(StrettoError, match="fingerprint 1111111111111111, the recorded ones 0000000000000000"):
+        check_model(config, {"fingerprint": "1" * 16})
