@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stretto import switches
-from stretto.config import Config
+from stretto.config import Config, Seams
 from stretto.observe.manifest import read_manifest
 from stretto.preflight import checked
 from stretto.recording.writer import seal
@@ -28,10 +28,10 @@ def record(
         raise StrettoError(f"{folder} is not empty; record into a new folder, or remove it")
     again = f"remove {folder}, and record again"
     with interruptible(again):
-        config, sources = checked(recipe, [f"run.dir={folder / 'run'}", *sets])
+        config, sources = checked(recipe, [f"run.dir={folder / 'run'}", *sets], seams=Seams(checkpoints=False))
         trained, kept = counts(config, partitions, updates)
         config = switches.applied(config).with_seams(
-            record=str(folder.absolute()), record_partitions=kept, partitions=trained, checkpoints=False
+            record=str(folder.absolute()), record_partitions=kept, partitions=trained
         )
 
         def left(done: int, _saved: int) -> str:

@@ -184,6 +184,9 @@ def _gpu_memory(case: Case, need: Needs, totals: list[int]) -> Iterator[Line]:
 
 def disk(case: Case) -> Iterator[Line]:
     """Room for the checkpoints that will be kept, and for the one that is written before the oldest is removed."""
+    if not case.config.seams.checkpoints:
+        yield Fact("no checkpoint is written")
+        return
     if case.family is None:
         yield Fact("not looked at, since there is no model")
         return

@@ -79,15 +79,17 @@ def test_a_folder_that_is_in_use_is_refused(recorded, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "sets",
+    ("timing", "sets"),
     [
-        ["switches.processor_pool=1", "rollout.groups_per_decode_batch=8"],
-        ["switches.logprob_reuse=true", "staleness.max=0"],
-        ["switches.chunk_overlap=true", "switches.processor_pool=2", "rollout.replicas=2", "staleness.max=2"],
+        ("instant", ["switches.processor_pool=1", "rollout.groups_per_decode_batch=8"]),
+        ("instant", ["switches.logprob_reuse=true", "staleness.max=0"]),
+        (
+            "recorded",
+            ["switches.chunk_overlap=true", "switches.processor_pool=2", "rollout.replicas=2", "staleness.max=2"],
+        ),
     ],
 )
-@pytest.mark.parametrize("timing", ["instant", "recorded"])
-def test_a_replay_is_the_recorded_run_under_any_switch_and_staleness(recorded, tmp_path, sets, timing):
+def test_a_replay_is_the_recorded_run_under_any_switch_and_staleness(recorded, tmp_path, timing, sets):
     folder, _ = recorded
     replay(folder, tmp_path / "replay", *sets, options=("--timing", timing))
     assert prints(tmp_path / "replay") == prints(folder / "run")[:2]
