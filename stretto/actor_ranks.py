@@ -13,7 +13,7 @@ import ray
 
 from stretto import build, machine
 from stretto.actor.checkpoint import Entries
-from stretto.actor.evidence import RankEvidence, fingerprints, require_alike
+from stretto.actor.evidence import Evidence, RankEvidence, merged, require_alike
 from stretto.config import Config
 from stretto.observe.fingerprint import TensorSum, add_sums, combine
 from stretto.plane.protocol import Lease
@@ -83,11 +83,13 @@ class ActorProcess:
         """Answered after the calls before it, or never."""
 
     def weights(self) -> tuple[str, dict[str, TensorSum]]:
-        """The fingerprint of the parameters that this rank computes with, and hashes of the masters that it owns."""
-        from stretto.observe.fingerprint import fingerprint, tensor_sums
+        """The fingerprint of all that this rank computes with, frozen parts too, and hashes of the masters that it
+        owns.
+        """
+        from stretto.actor.others import fingerprint_of
+        from stretto.observe.fingerprint import tensor_sums
 
-        master = self.core.trainer.master
-        return fingerprint(master.named_parameters()), tensor_sums(master.named())
+        return fingerprint_of(self.core.model), tensor_sums(self.core.trainer.master.named())
 
     def phase1(self, chunk: ChunkSchedule, lease: Lease) -> ForwardReport:
         return self.core.phase1(chunk, lease.records, lease)
@@ -154,8 +156,9 @@ class Actor:
         self._watcher = threading.Thread(target=self._watch, name="actor-watch", daemon=True)
 
     def start(self) -> dict[str, Any]:
-        """Wait until all ranks have loaded the model and met. What they set for themselves, and the fingerprint of
-        the weights, which all of them must have.
+        """Wait until all ranks have loaded the model and met. What they set for themselves, and of the weights that
+        training begins with, which all of them must have, two fingerprints: ``model`` of all that forwards compute
+        with, ``parameters`` of what is trained.
         """
         facts: dict[str, Any] = {"device": self.place.device}
         if self.place.note:
@@ -165,7 +168,7 @@ class Actor:
         if self.world > 1:
             (meeting,) = answers([self.ranks[0].listen.remote()], self.names[:1])
             self._all("join", *meeting)
-        facts["parameters"] = self._parameters()
+        facts["model"], facts["parameters"] = self._weights()
         self.published_bytes = ranks[0]["published_bytes"]
         self._watcher.start()
         return facts
@@ -183,10 +186,10 @@ class Actor:
                     STOPS.interrupt(self.death)
                     return
 
-    def _parameters(self) -> str:
+    def _weights(self) -> tuple[str, str]:
         replicas, sums = zip(*self._all("weights"), strict=True)
         require_alike(replicas, "parameters")
-        return combine(add_sums(sums))
+        return replicas[0], combine(add_sums(sums))
 
     def forward(self, chunk: ChunkSchedule, lease: Lease) -> Callable[[], list[ForwardReport]]:
         """Start phase 1 of one chunk; ranks take chunks in the order of these calls. Returns a call that waits, and
@@ -210,10 +213,10 @@ class Actor:
         answers([stream.completed()], self.names[:1])
         return buckets
 
-    def end_partition(self) -> tuple[dict[str, str], list[dict[str, Any]]]:
-        """Fingerprints over all ranks, and the raw columns of each. Raises StrettoError where ranks have parted."""
-        evidence: list[RankEvidence] = self._all("end_partition")
-        return fingerprints(evidence), [rank.raw for rank in evidence]
+    def end_partition(self) -> Evidence:
+        """Of the partition just trained; its samples are forgotten. Raises StrettoError where ranks have parted."""
+        ranks: list[RankEvidence] = self._all("end_partition")
+        return merged(ranks)
 
     def save(self, step: int, published: dict[int, list[Any]], extra: Mapping[str, Any]) -> None:
         """``extra``: plain JSON, found again in the checkpoint's state.
@@ -233,7 +236,7 @@ class Actor:
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
         self._all("load", path, state)
-        self._parameters()
+        self._weights()
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         return answers([getattr(rank, method).remote(*args) for rank in self.ranks], self.names)

@@ -108,9 +108,9 @@ class Run:
         A run may be killed at any point of this: what a checkpoint holds is on record by then, or kept in it.
 
         Raises:
-            Stopped: SIGTERM came; the checkpoint that it asked for is written.
+            Stopped: SIGTERM came; the checkpoint that it asked for is written, if this run writes any.
         """
-        self.records.evidence(step.k, *self.actor.end_partition())
+        self.records.evidence(step.k, self.actor.end_partition())
         self.done = step.k + 1
         for evaluation in self.rollout.evaluations(wait=self.done == self.last):
             self.records.evaluation(evaluation)
@@ -123,7 +123,8 @@ class Run:
                 self.saved = self.done
         self.records.step(step)
         if STOPS.terminated:
-            raise Stopped(f"ended by SIGTERM after update {self.updates_done}; a checkpoint holds all of it")
+            held = "a checkpoint holds all of it" if self.saved == self.done else "this run writes no checkpoints"
+            raise Stopped(f"ended by SIGTERM after update {self.updates_done}; {held}")
 
     # Around the loop -----------------------------------------------------------------------------------------------
 
@@ -155,7 +156,8 @@ class Run:
         return every > 0 and (version in (0, self.last) or self._reached(every, version))
 
     def _checkpoint_due(self) -> bool:
-        return STOPS.terminated or self.done == self.last or self._reached(self.config.checkpoint.every, self.done)
+        due = STOPS.terminated or self.done == self.last or self._reached(self.config.checkpoint.every, self.done)
+        return due and self.config.seams.checkpoints
 
     def _reached(self, every: int, version: int) -> bool:
         """Whether a multiple of ``every`` updates falls among those that made ``version``."""
@@ -213,7 +215,7 @@ def open_run(
                 run = Run(config, cluster, source, records, first)
                 facts = cluster.start()
                 manifest.add(
-                    model={"parameters": facts["actor"].pop("parameters")},
+                    model={"fingerprint": facts["actor"].pop("model"), "parameters": facts["actor"].pop("parameters")},
                     determinism={"mode": config.run.determinism, **facts},
                     switches=conditions.recorded(config, facts["actor"]),
                 )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from stretto.actor.evidence import Evidence
 from stretto.observe.lineage import UpdateLines, read_lines
 from stretto.observe.metrics import FingerprintWriter, MetricsWriter, plain_line, read_metrics
 from stretto.observe.progress import Progress, StepReport
@@ -107,11 +108,10 @@ class Records:
         """Start the clock of the first step."""
         self._step_ended = time.monotonic()
 
-    def evidence(self, k: int, fingerprints: Mapping[str, str], raw: Sequence[Mapping[str, Any]]) -> None:
-        """``raw``: the columns of each actor rank's samples."""
+    def evidence(self, k: int, evidence: Evidence) -> None:
         with writing(self._run_dir):
-            self._fingerprints.write(k, fingerprints)
-            self._raw.write(k, *raw)
+            self._fingerprints.write(k, evidence.fingerprints)
+            self._raw.write(k, *evidence.raw, hashes=evidence.hashes)
 
     def note(self, text: str) -> None:
         """One line about the run; it stays on the display."""

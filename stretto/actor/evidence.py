@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from stretto.actor.optim import STATE_KEYS
 from stretto.observe.fingerprint import TensorSum, add_sums, combine
 from stretto.types import StrettoError
 
@@ -27,8 +28,23 @@ class RankEvidence:
     raw: dict[str, np.ndarray]
 
 
-def fingerprints(ranks: Sequence[RankEvidence]) -> dict[str, str]:
-    """16 hex digits each for what the last update ended with and what went into it; ``ranks`` in rank order.
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Of the partition just trained, over all ranks.
+
+    fingerprints  quantity -> 16 hex digits
+    hashes        ``parameters``, ``gradients`` and ``optimizer`` -> name of a tensor -> its hash, in order of names;
+                  those of an optimizer that has not stepped yet are 0
+    raw           columns of each rank's samples (``observe/raw.py``)
+    """
+
+    fingerprints: dict[str, str]
+    hashes: dict[str, dict[str, int]]
+    raw: list[dict[str, np.ndarray]]
+
+
+def merged(ranks: Sequence[RankEvidence]) -> Evidence:
+    """What ``ranks``, in rank order, show of the last update: what it ended with and what went into it.
 
     ``gradients`` are those handed to the optimizer: reduced, normalised, clipped.
 
@@ -38,9 +54,25 @@ def fingerprints(ranks: Sequence[RankEvidence]) -> dict[str, str]:
     require_alike([rank.replica for rank in ranks], "parameters")
     for name in ranks[0].alike:
         require_alike([rank.alike[name] for rank in ranks], name)
-    parts = {name: combine(add_sums(rank.parts[name] for rank in ranks)) for name in ranks[0].parts}
+    sums = {name: add_sums(rank.parts[name] for rank in ranks) for name in ranks[0].parts}
+    parts = {name: combine(whole) for name, whole in sums.items()}
     states = {name: digits for name, digits in parts.items() if not name.startswith("inputs.")}
-    return states | ranks[0].alike | parts
+    return Evidence(
+        fingerprints=states | ranks[0].alike | parts, hashes=_hashes(sums), raw=[rank.raw for rank in ranks]
+    )
+
+
+def _hashes(sums: Mapping[str, Mapping[str, TensorSum]]) -> dict[str, dict[str, int]]:
+    names = sorted(sums["parameters"])
+    of = {
+        "parameters": names,
+        "gradients": names,
+        "optimizer": [f"{name}.{key}" for name in names for key in STATE_KEYS],
+    }
+    return {
+        kind: {name: sums[kind][name].value if name in sums[kind] else 0 for name in wanted}
+        for kind, wanted in of.items()
+    }
 
 
 def require_alike(values: Sequence[object], what: str) -> None:

@@ -26,6 +26,7 @@ class MicrobatchRows:
     trained_B     bool    [B]  False for samples that failed and for the rows of an inert microbatch
     rollout_T     float32 [T]  the rollout engine's log-probs
     old           from the training forward's log-probs [T], detached, to the old-policy log-probs [T]
+    note_mask     told which tokens the loss takes in, bool [T]
     ref_T         float32 [T]  the reference's log-probs; None where there is none, or nothing is trained
     teacher_T     float32 [T]  the teacher's, likewise
     """
@@ -34,6 +35,7 @@ class MicrobatchRows:
     trained_B: Tensor
     rollout_T: Tensor
     old: Callable[[Tensor], Tensor]
+    note_mask: Callable[[Tensor], None] = lambda _: None
     ref_T: Tensor | None = None
     teacher_T: Tensor | None = None
 
@@ -52,6 +54,7 @@ def policy_objective(config: Config, batch: SampleBatch, rows: MicrobatchRows) -
     def objective(new_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         old_T = rows.old(new_T.detach())
         mask_T = rows.trained_B[batch.row_T]
+        rows.note_mask(mask_T)
         weights_T = token_weights(batch.lengths, algorithm.aggregation, new_T.device)
         advantages_T = rows.advantages_B[batch.row_T]
         beside: dict[str, Tensor] = {}

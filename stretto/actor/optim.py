@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
+"""What AdamW keeps of a parameter."""
 LrSchedule = Callable[[int], float]
 """Learning rate of an update, from the number of updates applied before it (``optimizer_step``)."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from stretto.actor.old_policy import ROLES, DedicatedForward, KeptForward, OldPo
 from stretto.actor.optim import warmup_constant_decay
 from stretto.actor.others import OtherPolicy, fingerprint_of
 from stretto.actor.parallel import RankGroup, reduce_sum
-from stretto.actor.samples import Samples
+from stretto.actor.samples import Place, Samples
 from stretto.actor.selfcheck import no_grad_is_grad
 from stretto.actor.teacher import HostedModel
 from stretto.actor.trainer import Trainer
@@ -41,6 +42,7 @@ from stretto.actor.weights import WeightTags, iter_buckets
 from stretto.config import Config
 from stretto.models.batch import SampleBatch
 from stretto.models.lora import published
+from stretto.observe.dump import write_dump
 from stretto.observe.fingerprint import column_sum, combine, fingerprint, fingerprint_record, tensor_sums
 from stretto.observe.trace import Tracer
 from stretto.types import (
@@ -180,6 +182,7 @@ class ActorRankCore:
                 torch.tensor(counted, dtype=torch.bool),
                 torch.tensor([record.group for record in records for _ in record.rewards]),
             )
+        self.samples.rewards.update(zip(indexes, judged.tolist(), strict=True))
         self.samples.advantages.update(zip(indexes, result.advantages_B.tolist(), strict=True))
         metrics |= {
             "groups": float(result.groups),
@@ -221,7 +224,7 @@ class ActorRankCore:
         """
         where: dict[str, Any] = {"partition": mini.partition, "mini": mini.index}
         self.trainer.begin()
-        for microbatch in mini.microbatches(self.group.rank):
+        for place, microbatch in self._placed(mini):
             count = 0 if microbatch.inert else len(microbatch.samples)
             reused = self.old_policy.reused
             with self.tracer.span("actor.train", **where, samples=count, inert=microbatch.inert) as attrs:
@@ -231,6 +234,9 @@ class ActorRankCore:
                 attrs["reused"] = self.old_policy.reused - reused
             if not microbatch.inert:
                 self.samples.keep(self.samples.new, microbatch.samples, batch, new_T)
+                self.samples.places.update(
+                    (index, replace(place, row=row)) for row, index in enumerate(microbatch.samples)
+                )
         with self.tracer.span("actor.optimizer", **where) as attrs:
             stats = self.trainer.finish(normaliser)
             attrs.update(applied=stats.applied, reason=stats.reason)
@@ -239,6 +245,13 @@ class ActorRankCore:
             "optimizer_step": float(self.trainer.optimizer_step),
             "skipped_updates": float(self.trainer.skipped),
         }
+
+    def _placed(self, mini: Mini) -> Iterator[tuple[Place, Microbatch]]:
+        """This rank's microbatches in schedule order, and the place of the first row of each."""
+        for chunk in mini.chunks:
+            number = mini.index * len(mini.chunks) + chunk.chunk
+            for i, microbatch in enumerate(chunk.ranks[self.group.rank]):
+                yield Place(number, self.group.rank, i, 0), microbatch
 
     def publish(self, version: int) -> Iterator[WeightBucket]:
         """The weights that engines get as policy version ``version``, in the engine's dtype (``model.dtype``)."""
@@ -265,7 +278,6 @@ class ActorRankCore:
 
     def _rows(self, microbatch: Microbatch, batch: SampleBatch) -> MicrobatchRows:
         samples, indexes = self.samples.of(microbatch.samples), microbatch.samples
-        advantages = np.array([self.samples.advantages[index] for index in indexes], dtype=np.float32)
         rollout = np.concatenate([sample.rollout for sample in samples]).astype(np.float32)
         rollout_T = torch.from_numpy(rollout).to(self.device)
         trained = [sample.trained and not microbatch.inert for sample in samples]
@@ -277,16 +289,23 @@ class ActorRankCore:
             self.samples.keep(self.samples.old, indexes, batch, old_T)
             return old_T
 
+        def note_mask(mask_T: Tensor) -> None:
+            if not microbatch.inert:
+                self.samples.keep(self.samples.masks, indexes, batch, mask_T)
+
         def other(policy: OtherPolicy | None) -> Tensor | None:
             if policy is None:
                 return None
             return torch.zeros_like(rollout_T) if microbatch.inert else policy.forward.values(indexes, rollout_T)
 
         return MicrobatchRows(
-            advantages_B=torch.from_numpy(advantages).to(self.device),
+            advantages_B=torch.tensor(
+                [self.samples.advantages[index] for index in indexes], dtype=torch.float32, device=self.device
+            ),
             trained_B=torch.tensor(trained, dtype=torch.bool, device=self.device),
             rollout_T=rollout_T,
             old=old,
+            note_mask=note_mask,
             ref_T=other(self.reference),
             teacher_T=other(self.teacher),
         )
@@ -299,6 +318,8 @@ class ActorRankCore:
         rows = [np.array([self.samples.advantages[index]], np.float32) for index in indexes]
         master = self.trainer.master
         grads = master.named_grads()
+        if self.samples.partition == self.config.seams.dump_partition:
+            self._dump()
         return RankEvidence(
             alike={
                 "advantages": combine({"advantages": column_sum(rows, indexes)}),
@@ -313,6 +334,13 @@ class ActorRankCore:
             },
             raw=self.samples.raw(),
         )
+
+    def _dump(self) -> None:
+        """Everything that the last update of the partition was, for ``observe/dump.py``."""
+        master = self.trainer.master
+        kinds = {"parameters": master.named()} | ({"gradients": master.named_grads()} if self.group.rank == 0 else {})
+        tensors = {f"{kind}.{name}": _host(t) for kind, named in kinds.items() for name, t in named.items()}
+        write_dump(self.config.run.dir, self.samples.partition, self.group.rank, self.group.world, tensors)
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -391,6 +419,10 @@ class ActorRankCore:
 
     def _other_fingerprints(self) -> dict[Role, str]:
         return {other.forward.role: other.fingerprint for other in self._others()}
+
+
+def _host(tensor: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(tensor.detach().cpu().numpy())
 
 
 def _bytes(fields: GroupFields) -> int:

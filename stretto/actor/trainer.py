@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stretto import compat
 from stretto.actor.forward import Family, forward_logprobs
 from stretto.actor.master import MasterWeights
-from stretto.actor.optim import LrSchedule, build_adamw
+from stretto.actor.optim import STATE_KEYS, LrSchedule, build_adamw
 from stretto.actor.parallel import RankGroup, Statistics, reduce_sum
 from stretto.config import ActorConfig
 from stretto.models.batch import SampleBatch
@@ -172,7 +172,7 @@ class Trainer:
         self.master.load(masters)
         self.optimizer.state.clear()
         for name, master in self.master.masters.items():
-            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in optimizer]
+            keys = [key for key in STATE_KEYS if f"{name}.{key}" in optimizer]
             if keys:
                 self.optimizer.state[master] = {key: optimizer[f"{name}.{key}"].to(master.device) for key in keys}
         self.optimizer_step, self.skipped = optimizer_step, skipped

@@ -231,11 +231,19 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return combine(tensor_sums(tensors))
 
 
-def column_sum(rows: Sequence[np.ndarray], indexes: Sequence[int]) -> TensorSum:
+def row_sums(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """``element_sum`` of every row, int64 [n] (the same 64 bits)."""
+    lengths = np.array([row.size for row in rows], np.int64)
+    if len(rows) and lengths.max() * max(1, rows[0].dtype.itemsize // 4) <= BLOCK and lengths.mean() < 512:
+        return _short_row_sums(rows, lengths)  # many short rows: one pass over all is faster than a call for each
+    return np.array([element_sum(row) for row in rows], np.uint64).view(np.int64)
+
+
+def column_sum(rows: Sequence[np.ndarray], indexes: Sequence[int], sums: np.ndarray | None = None) -> TensorSum:
     """The hash of one column of samples (or groups): ``rows[j]`` is the array of sample ``indexes[j]``.
 
     Every row enters with its index, its length and its elements, so that disjoint parts of a column add up, in any
-    order. ``shape`` is empty: rows may differ in length.
+    order. ``shape`` is empty: rows may differ in length. ``sums``: their ``row_sums``, where those are known.
     """
     if len(rows) != len(indexes):
         raise ValueError(f"{len(rows)} rows, {len(indexes)} indexes")
@@ -245,18 +253,14 @@ def column_sum(rows: Sequence[np.ndarray], indexes: Sequence[int]) -> TensorSum:
     if len(dtypes) > 1:
         raise ValueError(f"a column has one dtype, not {sorted(map(str, dtypes))}")
     lengths = np.array([row.size for row in rows], np.int64)
-    if lengths.max() * max(1, rows[0].dtype.itemsize // 4) <= BLOCK and lengths.mean() < 512:
-        values = _row_sums(rows, lengths)  # many short rows: one pass over all is faster than a call for each
-    else:
-        values = np.array([element_sum(row) for row in rows], np.uint64).view(np.int64)
-    values = values + lengths * np.uint64(_LENGTH_MULTIPLIER).view(np.int64)
+    values = (row_sums(rows) if sums is None else sums) + lengths * np.uint64(_LENGTH_MULTIPLIER).view(np.int64)
     counters = np.asarray(indexes, np.uint64) + np.uint64(_ROW_COUNTER)
     multipliers = (_splitmix64(counters) | np.uint64(1)).view(np.int64)
     return TensorSum(str(rows[0].dtype), (), int(np.einsum("i,i->", values, multipliers)) & MASK)
 
 
-def _row_sums(rows: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
-    """``element_sum`` of every row, all in one pass; rows of at most BLOCK words."""
+def _short_row_sums(rows: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
+    """``row_sums`` in one pass; rows of at most BLOCK words."""
     words, per_element = _words(np.concatenate([row.reshape(-1) for row in rows]))
     counts = lengths * per_element
     starts = np.cumsum(counts) - counts

@@ -139,7 +139,7 @@ def run_step(
 
 def fingerprints(actor: ActorRankCore) -> dict[str, str]:
     """Those of a run with one rank."""
-    return evidence.fingerprints([actor.evidence()])
+    return evidence.merged([actor.evidence()]).fingerprints
 
 
 def save(actor: ActorRankCore, step: int, **options: Any) -> Path:

@@ -20,7 +20,7 @@ from float64 import float64_throughout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.actor.evidence import fingerprints, require_alike
+from stretto.actor.evidence import merged, require_alike
 from stretto.actor.parallel import owners
 from stretto.actor.rendezvous import interface_of
 from stretto.observe.fingerprint import fingerprint
@@ -375,7 +375,7 @@ def test_a_sharded_update_has_the_bits_of_an_unsharded_one(pool, world, dtype):
 def test_evidence_of_ranks_adds_up_to_that_of_the_whole(pool, world):
     (one,) = pool.call(1, "ranks_case:one_update", {})
     ranks = pool.call(world, "ranks_case:one_update", {})
-    whole, parts = fingerprints([one["evidence"]]), fingerprints([rank["evidence"] for rank in ranks])
+    whole, parts = merged([one["evidence"]]).fingerprints, merged([rank["evidence"] for rank in ranks]).fingerprints
     assert whole.keys() == parts.keys()
     same = {name for name in whole if whole[name] == parts[name]}
     assert same >= {"advantages", *(name for name in whole if name.startswith("inputs."))}
@@ -390,7 +390,7 @@ def test_ranks_that_have_parted_are_named_with_both_values(pool):
     ranks = [rank["evidence"] for rank in pool.call(2, "ranks_case:one_update", {})]
     object.__setattr__(ranks[1], "replica", "0" * 16)
     with pytest.raises(StrettoError, match=f"parameters of rank 1 is {'0' * 16}, of rank 0 {ranks[0].replica}"):
-        fingerprints(ranks)
+        merged(ranks)
     require_alike([math.nan, math.nan], "loss")
 
 
