@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from stretto import switches
@@ -20,26 +21,19 @@ def told(config: Config, sources: Mapping[str, str]) -> str:
     return f"condition {switches.condition(config)}: {', '.join(each)}"
 
 
-def recorded(config: Config, actor: Mapping[str, Any]) -> dict[str, Any]:
-    """For the manifest: the condition, and what parity must find for each switch that is on. ``actor``: what actor
-    ranks found at their start.
-    """
-    exact = {
-        switch.name: isinstance(switch.numerics(config), switches.Exact)
-        and (switch.name != "logprob_reuse" or _same_bits(actor))
-        for switch in switches.on(config)
-    }
-    return {"condition": switches.condition(config)} | {n: "exact" if e else "bounded" for n, e in exact.items()}
+def recorded(config: Config, facts: switches.Facts) -> dict[str, Any]:
+    """For the manifest: the condition, and what parity must find for each switch that is on."""
+    named = {switch.name: _plain(switch.numerics(config, facts)) for switch in switches.on(config)}
+    return {"condition": switches.condition(config)} | named
 
 
-def inexact(config: Config, actor: Mapping[str, Any]) -> Iterator[str]:
+def _plain(numerics: switches.Exact | switches.Bounded) -> dict[str, Any]:
+    return {"numerics": type(numerics).__name__.lower()} | asdict(numerics)
+
+
+def inexact(config: Config, facts: switches.Facts) -> Iterator[str]:
     """Why a switch that is on is not exact here."""
-    if config.switches.logprob_reuse and not _same_bits(actor):
-        yield (
-            "on this device a forward without gradient has other bits than the training forward: R is not exact here, "
-            "see docs/switches.md"
-        )
-
-
-def _same_bits(actor: Mapping[str, Any]) -> bool:
-    return all(rank["no_grad_is_grad"] for rank in actor.get("ranks", [actor]))
+    for switch in switches.on(config):
+        numerics = switch.numerics(config, facts)
+        if isinstance(numerics, switches.Bounded):
+            yield f"{switch.letter} is not exact here, see docs/switches.md: {numerics.why}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from stretto.config import Config
-from stretto.switches.base import Bounded, Exact, Switch
+from stretto.switches.base import Bounded, Exact, Facts, Switch
 from stretto.switches.chunk_overlap import ChunkOverlap
 from stretto.switches.logprob_reuse import LogprobReuse
 from stretto.switches.processor_pool import ProcessorPool
 from stretto.types import ConfigError
 
-__all__ = ["ALL", "Bounded", "Exact", "Switch", "applied", "condition", "on", "refusals"]
+__all__ = ["ALL", "Bounded", "Exact", "Facts", "Switch", "applied", "condition", "on", "refusals"]
 
 ALL: tuple[Switch, ...] = (ProcessorPool(), LogprobReuse(), ChunkOverlap())
 

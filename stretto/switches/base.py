@@ -23,13 +23,17 @@ class Exact:
 
 @dataclass(frozen=True)
 class Bounded:
-    """Parity must find no difference above ``tolerance`` in any log-prob; ``why`` there is one."""
+    """Parity must find no difference above ``tolerance`` (nats) in any log-prob of an update that begins with the same
+    parameters; ``why`` there is one.
+    """
 
     tolerance: float
     why: str
 
 
 Numerics = Exact | Bounded
+Facts = Mapping[str, Any]
+"""What actor ranks found at their start, as the manifest has it under ``determinism.actor``."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class Switch(Protocol):
 
     def on(self, config: Config) -> bool: ...
 
-    def numerics(self, config: Config) -> Numerics:
-        """What parity must find under this config."""
+    def numerics(self, config: Config, facts: Facts | None = None) -> Numerics:
+        """What parity must find under this config; ``facts`` None: before anything is known of the machine."""
         ...
 
     def guards(self, config: Config) -> list[str]:

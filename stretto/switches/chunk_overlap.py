@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from stretto.config import Config
-from stretto.switches.base import R_WITH_S, Event, Evidence, Exact, Numerics, named
+from stretto.switches.base import R_WITH_S, Event, Evidence, Exact, Facts, Numerics, named
 
 
 class ChunkOverlap:
@@ -18,7 +18,7 @@ class ChunkOverlap:
     def on(self, config: Config) -> bool:
         return config.switches.chunk_overlap
 
-    def numerics(self, config: Config) -> Numerics:
+    def numerics(self, config: Config, facts: Facts | None = None) -> Numerics:
         return Exact()
 
     def guards(self, config: Config) -> list[str]:

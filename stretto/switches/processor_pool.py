@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from stretto.config import Config
-from stretto.switches.base import Event, Evidence, Exact, Numerics, named
+from stretto.switches.base import Event, Evidence, Exact, Facts, Numerics, named
 
 
 class ProcessorPool:
@@ -18,7 +18,7 @@ class ProcessorPool:
     def on(self, config: Config) -> bool:
         return config.switches.processor_pool > 0
 
-    def numerics(self, config: Config) -> Numerics:
+    def numerics(self, config: Config, facts: Facts | None = None) -> Numerics:
         return Exact()
 
     def guards(self, config: Config) -> list[str]:

@@ -54,7 +54,8 @@ def assert_engaged(run: Path, condition: str) -> None:
         evidence = switch.engaged(events)
         assert evidence.ok == (switch.letter in condition.split("+")), (condition, switch.name, evidence)
     manifest = read_manifest(run)["sessions"][-1]
-    assert manifest["switches"] == {"condition": condition} | dict.fromkeys(CONDITIONS[condition], "exact")
+    exact = {name: {"numerics": "exact"} for name in CONDITIONS[condition]}
+    assert manifest["switches"] == {"condition": condition} | exact
     assert manifest["determinism"]["actor"]["no_grad_is_grad"] is True
     assert all(row["ratio_deviation_max"] == 0.0 for row in running.jsonl(run, "metrics.jsonl"))
 

@@ -13,11 +13,13 @@ import numpy as np
 import psutil
 import pytest
 import running
+import tiny
 import torch
 from processes import processes_of, that_run, wait_until_gone
 from safetensors.torch import load_file
 from transformers import Qwen3VLForConditionalGeneration
 
+from stretto.observe.fingerprint import fingerprint
 from stretto.observe.names import METRICS, SPANS
 from stretto.observe.raw import read_raw
 from stretto.observe.spans import overlap
@@ -129,6 +131,7 @@ def test_a_run_leaves_the_records_that_the_docs_name(straight):
     assert session["status"] == "finished" and session["updates_done"] == 5
     assert session["sources"]["actor.lr"].startswith("file ") and session["sources"]["actor.eps"] == "default"
     assert session["determinism"]["mode"] == "exact"
+    assert session["model"]["fingerprint"] == fingerprint(dict(tiny.model().named_parameters()))
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [f"step_{k:06d}" for k in (3, 4, 5)]
 
 

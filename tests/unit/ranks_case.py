@@ -70,9 +70,12 @@ def partition(change: str, k: int = 0) -> tuple[list[GroupRecord], dict[int, Gro
     )
 
 
-def one_update(group: RankGroup, options: Options, change: str = "") -> dict[str, Any]:
-    """All phases of one partition: metrics, state, evidence, and the microbatches that this rank had."""
-    cfg = config(options)
+def one_update(group: RankGroup, options: Options, change: str = "", dump: str = "") -> dict[str, Any]:
+    """All phases of one partition: metrics, state, evidence, its chunks, and the microbatches that this rank had.
+    ``dump``: the folder where gradients and parameters are left.
+    """
+    cfg = config(options | ({"run": {"dir": dump}} if dump else {}))
+    cfg = cfg.with_seams(dump_partition=0) if dump else cfg
     records, payloads = partition(change)
     actor = actor_case.core(cfg, payloads, group=group, model=model(cfg))
     (metrics,) = actor_case.run_step(actor, records, ranks=group.world)
@@ -80,6 +83,7 @@ def one_update(group: RankGroup, options: Options, change: str = "") -> dict[str
     return state(actor) | {
         "metrics": metrics,
         "evidence": actor.evidence(),
+        "chunks": mini.chunks,
         "microbatches": mini.microbatches(group.rank),
     }
 

@@ -97,6 +97,9 @@ def test_kl_in_the_reward_is_the_sum_over_the_response_of_old_less_reference():
     wanted = estimator(cfg.algorithm)(
         torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid), torch.tensor(groups)
     ).advantages_B
+    evidence = actor.samples.raw()
+    assert evidence["rewards"] == pytest.approx(rewards, abs=1e-5)
+    assert evidence["raw_rewards"].tolist() == [r for record in records for r in record.rewards]
     found = [actor.samples.advantages[i] for i in sorted(actor.samples.advantages)]
     assert found == pytest.approx(wanted.tolist(), abs=1e-5)
     assert max(abs(kl) for kl in expected_kl) > 0.1

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from stretto.actor.evidence import merged, require_alike
 from stretto.actor.parallel import owners
 from stretto.actor.rendezvous import interface_of
-from stretto.observe.fingerprint import fingerprint
+from stretto.observe.dump import dump_path, read_dump
+from stretto.observe.fingerprint import element_sum, fingerprint
 from stretto.schedule import schedule_chunk
 from stretto.types import Prompt, StrettoError
 
@@ -375,15 +376,44 @@ def test_a_sharded_update_has_the_bits_of_an_unsharded_one(pool, world, dtype):
 def test_evidence_of_ranks_adds_up_to_that_of_the_whole(pool, world):
     (one,) = pool.call(1, "ranks_case:one_update", {})
     ranks = pool.call(world, "ranks_case:one_update", {})
-    whole, parts = merged([one["evidence"]]).fingerprints, merged([rank["evidence"] for rank in ranks]).fingerprints
+    evidence = merged([rank["evidence"] for rank in ranks])
+    whole, parts = merged([one["evidence"]]).fingerprints, evidence.fingerprints
     assert whole.keys() == parts.keys()
     same = {name for name in whole if whole[name] == parts[name]}
     assert same >= {"advantages", *(name for name in whole if name.startswith("inputs."))}
     for what, states in (("parameters", "masters"), ("optimizer", "optimizer")):
         assert parts[what] == fingerprint(union(ranks, states))
+        named = {name: element_sum(tensor) for name, tensor in union(ranks, states).items()}
+        assert evidence.hashes[what] == named and list(evidence.hashes[what]) == sorted(named)
     assert parts["gradients"] == fingerprint(ranks[-1]["grads"])
+    assert evidence.hashes["gradients"] == {name: element_sum(g) for name, g in ranks[-1]["grads"].items()}
     index = [i for rank in ranks for i in rank["evidence"].raw["global_index"].tolist()]
     assert sorted(index) == list(range(12))
+    for rank, part in enumerate(evidence.raw):
+        placed = {}
+        for at, *place in zip(
+            *(part[name].tolist() for name in ("global_index", "chunk", "microbatch", "row")), strict=True
+        ):
+            placed[tuple(place)] = at
+        assert placed == {
+            (chunk.chunk, i, row): at
+            for chunk in ranks[rank]["chunks"]
+            for i, microbatch in enumerate(chunk.ranks[rank])
+            for row, at in enumerate(microbatch.samples)
+            if not microbatch.inert
+        }
+        assert set(part["rank"].tolist()) == {rank}
+
+
+def test_each_rank_dumps_the_masters_that_it_owns_and_the_first_all_gradients(pool, tmp_path):
+    ranks = pool.call(2, "ranks_case:one_update", {}, "", str(tmp_path))
+    found = read_dump(tmp_path, 0)
+    masters, grads = union(ranks, "masters"), ranks[0]["grads"]
+    expected = {f"parameters.{n}": v for n, v in masters.items()} | {f"gradients.{n}": v for n, v in grads.items()}
+    assert_bits(found, expected)
+    dump_path(tmp_path, 0, 1, 2).rename(tmp_path / "elsewhere")
+    with pytest.raises(StrettoError, match=r"no whole dump of update 0: found update_000000-rank-0-of-2\.safetensors"):
+        read_dump(tmp_path, 0)
 
 
 def test_ranks_that_have_parted_are_named_with_both_values(pool):

@@ -17,7 +17,7 @@ from stretto.observe.metrics import (
     throughput,
     weighted_mean,
 )
-from stretto.observe.raw import RawLog, ragged, raw_path, read_raw
+from stretto.observe.raw import RawLog, ragged, raw_path, read_raw, read_tensor_names
 from stretto.types import StrettoError
 
 nan, inf = math.nan, math.inf
@@ -220,6 +220,27 @@ def test_raw_values_of_undone_updates_move_aside(tmp_path):
         "update_000001.safetensors",
         "update_000002.safetensors",
     ]
+
+
+def test_hashes_of_tensors_are_named_once_and_must_keep_their_names(tmp_path):
+    log = RawLog(tmp_path)
+    hashes = {"parameters": {"b": 2**64 - 1, "a": 7}, "optimizer": {}}
+    log.write(0, columns([1], [2]), columns([0], [3]), hashes=hashes)
+    found = read_raw(tmp_path, 0)
+    assert found["hash.parameters"].dtype == np.uint64 and found["hash.parameters"].tolist() == [2**64 - 1, 7]
+    assert found["hash.optimizer"].tolist() == [] and found["global_index"].tolist() == [0, 1]
+    assert json.loads((tmp_path / "raw/tensors.json").read_text()) == read_tensor_names(tmp_path)
+    assert read_tensor_names(tmp_path) == {"parameters": ["b", "a"], "optimizer": []}
+    resumed = RawLog(tmp_path, 0)  # update 0 is undone; what its columns mean is not
+    resumed.write(0, columns([0], [1]), hashes=hashes)
+    with pytest.raises(StrettoError, match=r"tensors\.json names other tensors"):
+        resumed.write(1, columns([0], [1]), hashes={"parameters": {"a": 7, "b": 1}, "optimizer": {}})
+
+
+def test_a_run_without_names_of_tensors_says_so(tmp_path):
+    RawLog(tmp_path).write(0, columns([0], [1]))
+    with pytest.raises(StrettoError, match="no names of tensors"):
+        read_tensor_names(tmp_path)
 
 
 def test_raw_values_of_512_samples_of_8_tokens_are_written_within_milliseconds(tmp_path):

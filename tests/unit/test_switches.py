@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from stretto import switches
+from stretto import conditions, switches
 from stretto.checks import cross_field_problems
 from stretto.config import Config
 from stretto.controls import CONTROLS
@@ -61,6 +61,29 @@ def test_a_switch_changes_a_seam_and_nothing_else(switch):
     assert {k: v for k, v in before.items() if k != "seams"} == {k: v for k, v in after.items() if k != "seams"}
     assert on.seams == Config().seams, "apply must not mutate"
     assert isinstance(switch.numerics(on), Exact | Bounded)
+
+
+def test_r_is_bounded_where_a_forward_without_gradient_has_other_bits_on_any_rank():
+    same, other = {"no_grad_is_grad": True}, {"no_grad_is_grad": False}
+    on = {"switches": {"logprob_reuse": True, "processor_pool": 1}}
+    assert conditions.recorded(config(**on), same) == {
+        "condition": "P+R",
+        "processor_pool": {"numerics": "exact"},
+        "logprob_reuse": {"numerics": "exact"},
+    }
+    assert list(conditions.inexact(config(**on), {"ranks": [same, same]})) == []
+    for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 0.1)):
+        found = config(**on, model={"path": "org/model", "dtype": dtype})
+        entry = conditions.recorded(found, {"ranks": [same, other]})
+        assert entry["processor_pool"] == {"numerics": "exact"}
+        assert entry["logprob_reuse"] == {
+            "numerics": "bounded",
+            "tolerance": tolerance,
+            "why": "on this device a forward without gradient has other bits than the training forward",
+        }
+        (text,) = conditions.inexact(found, other)
+        assert text.startswith("R is not exact here") and "without gradient" in text
+    assert conditions.recorded(config(), other) == {"condition": "B"}
 
 
 def test_only_a_switch_can_set_a_seam(tmp_path):
