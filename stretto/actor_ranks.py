@@ -40,7 +40,8 @@ class ActorProcess:
         self.facts = machine.settle(share.cores, config.run.determinism, share.threads)
         self.tracer = build.tracer(config, f"actor{rank}")
         self.group = RankGroup(rank=rank, world=config.actor.data_parallel)
-        self.core = build.actor_rank(config, plane.fetch, self.tracer, place.device, self.group)
+        models = build.actor_models(config, place.device)
+        self.core = build.actor_rank(config, plane.fetch, self.tracer, models, self.group)
         self.listener: socket.socket | None = None
 
     def listen(self) -> tuple[str, int]:

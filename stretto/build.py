@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -272,36 +273,60 @@ async def _no_plane(*_: Any) -> None:
     raise AssertionError("a rollout worker without a data plane can only evaluate")
 
 
-def actor_rank(config: Config, fetch: Fetch, tracer: Tracer, device: str, group: RankGroup) -> ActorRankCore:
-    """One rank of the actor with its model on ``device``, and whatever else the algorithm asks for."""
-    import torch
+@dataclass(frozen=True)
+class ActorModels:
+    """What the actor computes with: its family and model, and those of the teacher, where there is one."""
 
-    from stretto.actor.hook import load_hook
-    from stretto.actor.old_policy import DedicatedForward, RolloutLogprobs, TrainingForward
-    from stretto.actor.rank import ActorRankCore
-    from stretto.actor.teacher import HostedModel
+    family: Qwen3VL
+    model: nn.Module
+    teacher: tuple[Qwen3VL, nn.Module] | None = None
+
+    def modules(self) -> list[nn.Module]:
+        return [self.model, *([self.teacher[1]] if self.teacher else [])]
+
+
+def actor_models(config: Config, device: str) -> ActorModels:
+    """The model on ``device``, with whatever is trained of it requiring a gradient; a teacher in host memory."""
     from stretto.models.loading import load_family, load_model
-    from stretto.models.parts import prepare, seed_dropout
+    from stretto.models.parts import prepare
     from stretto.models.teacher import load_teacher_family, teacher_config
 
     family = load_family(config.model)
     model = load_model(config.model, config.run.seed, device)
     prepare(model, family, config)
-    teacher = None
-    if config.algorithm.teacher:
-        hosted = HostedModel(load_model(teacher_config(config), config.run.seed), torch.device(device))
-        teacher = load_teacher_family(config, family), hosted
+    if not config.algorithm.teacher:
+        return ActorModels(family, model)
+    teacher = load_model(teacher_config(config), config.run.seed)
+    return ActorModels(family, model, (load_teacher_family(config, family), teacher))
+
+
+def actor_rank(
+    config: Config, fetch: Fetch, tracer: Tracer, models: ActorModels, group: RankGroup | None = None
+) -> ActorRankCore:
+    """One rank of the actor on ``models``, with whatever else the algorithm asks for. ``group``: its place among
+    several.
+    """
+    from stretto.actor.hook import load_hook
+    from stretto.actor.old_policy import DedicatedForward, RolloutLogprobs, TrainingForward
+    from stretto.actor.rank import ActorRankCore
+    from stretto.actor.teacher import HostedModel
+    from stretto.models.parts import seed_dropout
+
     sources: dict[str, OldPolicyFactory] = {
         "actor": DedicatedForward,
         "old_actor": partial(DedicatedForward, tag="old_actor"),
         "rollout": RolloutLogprobs,
         "training_forward": TrainingForward,
     }
-    seed_dropout(config.run.seed, group.rank)
+    teacher = None
+    if models.teacher is not None:
+        family, module = models.teacher
+        teacher = family, HostedModel(module, next(models.model.parameters()).device)
+    seed_dropout(config.run.seed, group.rank if group else 0)
     return ActorRankCore(
         config,
-        family,
-        model,
+        models.family,
+        models.model,
         fetch,
         tracer,
         group,

@@ -42,7 +42,7 @@ from stretto.actor.weights import WeightTags, iter_buckets
 from stretto.config import Config
 from stretto.models.batch import SampleBatch
 from stretto.models.lora import published
-from stretto.observe.dump import write_dump
+from stretto.observe.dump import GRADIENTS, PARAMETERS, write_dump
 from stretto.observe.fingerprint import column_sum, combine, fingerprint, fingerprint_record, tensor_sums
 from stretto.observe.trace import Tracer
 from stretto.types import (
@@ -338,8 +338,8 @@ class ActorRankCore:
     def _dump(self) -> None:
         """Everything that the last update of the partition was, for ``observe/dump.py``."""
         master = self.trainer.master
-        kinds = {"parameters": master.named()} | ({"gradients": master.named_grads()} if self.group.rank == 0 else {})
-        tensors = {f"{kind}.{name}": _host(t) for kind, named in kinds.items() for name, t in named.items()}
+        kinds = {PARAMETERS: master.named()} | ({GRADIENTS: master.named_grads()} if self.group.rank == 0 else {})
+        tensors = {f"{kind}{name}": _host(t) for kind, named in kinds.items() for name, t in named.items()}
         write_dump(self.config.run.dir, self.samples.partition, self.group.rank, self.group.world, tensors)
 
     # Checkpoints ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 from stretto.types import StrettoError
 
+GRADIENTS, PARAMETERS = "gradients.", "parameters."
+"""What the names of tensors begin with."""
+
 
 def dump_path(run_dir: Path | str, update: int, rank: int = 0, world: int = 1) -> Path:
     return Path(run_dir) / "dump" / f"update_{update:06d}-rank-{rank}-of-{world}.safetensors"

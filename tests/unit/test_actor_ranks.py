@@ -16,7 +16,6 @@ import ranks_case
 import reference_grpo
 import tiny
 import torch
-from float64 import float64_throughout
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from stretto.actor.parallel import owners
 from stretto.actor.rendezvous import interface_of
 from stretto.observe.dump import dump_path, read_dump
 from stretto.observe.fingerprint import element_sum, fingerprint
+from stretto.parity.reference import float64_throughout
 from stretto.schedule import schedule_chunk
 from stretto.types import Prompt, StrettoError
 
