@@ -20,7 +20,7 @@ import rank_pool
 import test_actor_ranks as cpu
 import torch
 
-from stretto.actor.evidence import fingerprints
+from stretto.actor.evidence import merged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,7 +65,7 @@ def test_two_runs_of_two_ranks_end_with_the_same_bits(pool, dtype):
                 cpu.assert_bits(a[what], b[what])
     cpu.assert_bits(first[0][-1]["model"], first[1][-1]["model"])
     for step in range(3):
-        prints = [fingerprints([run[rank][step]["evidence"] for rank in range(2)]) for run in (first, second)]
+        prints = [merged([run[rank][step]["evidence"] for rank in range(2)]).fingerprints for run in (first, second)]
         assert prints[0] == prints[1]
 
 
