@@ -1,0 +1,52 @@
+"""``stretto parity compare``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from stretto.observe.lineage import write_atomically
+from stretto.parity import table
+from stretto.parity.bisect import bisect
+from stretto.parity.compare import compare
+from stretto.parity.verdict import Incomparable
+from stretto.types import ConfigError
+
+EXIT_INCOMPARABLE = 2
+
+
+def compare_runs(
+    a: Path,
+    b: Path,
+    control: Path | None = None,
+    *,
+    updates: int | None = None,
+    out: Path | None = None,
+    bisected: bool,
+) -> int:
+    """Prints the table, writes it to ``out``; the exit code.
+
+    Raises:
+        ConfigError: ``bisected`` without ``out``, where its runs would go.
+        StrettoError: a folder cannot be read, or a run cannot be repeated.
+    """
+    if bisected and out is None:
+        raise ConfigError(["--bisect: both runs are run again in OUT/bisect; name a folder with --out"])
+    try:
+        verdict = compare(a, b, control, updates=updates)
+    except Incomparable as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_INCOMPARABLE
+    print(table.text(verdict))
+    if out is not None:
+        table.write(verdict, out)
+        print(f"\nwritten             {out / 'parity.md'}, {out / 'parity.json'}")
+    if bisected and out is not None:
+        found = bisect(verdict, out / "bisect")
+        if found is None:
+            print("nothing to bisect: gradients, parameters and optimizer state are equal")
+        else:
+            print(found.text())
+            write_atomically(out / "bisect.json", (json.dumps(table.strict(found.plain()), indent=1) + "\n").encode())
+    return verdict.exit_code

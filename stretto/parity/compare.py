@@ -1,0 +1,163 @@
+"""Holds two run folders against each other, quantity by quantity, and names the first thing that differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.parity.folder import RunFolder, Update
+from stretto.parity.rows import QUANTITIES, Found, Quantity
+from stretto.parity.terms import Terms, require_comparable, terms, topology
+from stretto.parity.verdict import Distance, Incomparable, Row, Status, Verdict
+
+
+def compare(a: Path | str, b: Path | str, control: Path | str | None = None, *, updates: int | None = None) -> Verdict:
+    """The table of runs ``a`` and ``b``. Reads their folders alone, and writes nothing.
+
+    ``control``: a second run of the very condition and topology of ``a``; where it differs from ``a``, the row of ``b``
+    is undecidable. ``updates``: compare so many from update 0 on, where runs are of different length; None: all.
+
+    Raises:
+        Incomparable: runs of other model, data, seed, options that decide numbers, or length.
+        StrettoError: a folder holds no run, or one that cannot be read.
+    """
+    one, other = RunFolder(a), RunFolder(b)
+    count = require_comparable(one, other, updates)
+    twin = None if control is None else RunFolder(control)
+    if twin is not None:
+        _require_control(one, twin, count)
+    agreed = terms(one, other, count)
+    found: list[list[_At]] = [[] for _ in QUANTITIES]
+    for k in range(count):
+        x, y, z = one.update(k), other.update(k), twin.update(k) if twin is not None else None
+        version = _newest_version(x)
+        for quantity, ats in zip(QUANTITIES, found, strict=True):
+            allowed = agreed.tolerance(quantity.origin, k, version)
+            ats.append(_At(allowed, quantity.between(x, y), quantity.between(x, z) if z is not None else None))
+    return Verdict(
+        a=one.name,
+        b=other.name,
+        control=twin.name if twin is not None else None,
+        updates=count,
+        topology=topology(one, other),
+        rows=tuple(_row(quantity, ats) for quantity, ats in zip(QUANTITIES, found, strict=True)),
+        notes=_notes(agreed, [one, other] + ([twin] if twin is not None else [])),
+    )
+
+
+def _require_control(a: RunFolder, control: RunFolder, updates: int) -> None:
+    """Raises Incomparable where ``control`` is no second run of what ``a`` ran."""
+    require_comparable(a, control, updates)
+    apart = topology(a, control)
+    if a.condition != control.condition:
+        apart["condition"] = (a.condition, control.condition)
+    if apart:
+        told = ", ".join(f"{name} {x} against {y}" for name, (x, y) in apart.items())
+        raise Incomparable(f"{control.path} is no control of {a.path}, which it must repeat: {told}")
+
+
+def _newest_version(update: Update) -> int:
+    versions = update.columns.get("version_end")
+    return 0 if versions is None or not len(versions) else int(versions.max())
+
+
+def _notes(agreed: Terms, runs: Sequence[RunFolder]) -> tuple[str, ...]:
+    unfinished = [
+        f"{run.path} is {run.session.get('status')}, not finished"
+        for run in runs
+        if run.session.get("status") != "finished"
+    ]
+    return (*agreed.notes, *unfinished)
+
+
+@dataclass(frozen=True)
+class _At:
+    """One quantity at one update: how far it may differ, and how far the runs and the control pair are apart."""
+
+    allowed: float
+    found: Found
+    control: Found | None
+
+
+def _row(quantity: Quantity, ats: Sequence[_At]) -> Row:
+    """The verdict over all updates. Updates that must agree decide; the others are told besides."""
+    bound = [k for k, at in enumerate(ats) if at.allowed < math.inf]
+    free = [k for k in range(len(ats)) if k not in set(bound)]
+    decisive = bound or free
+    absent = _absent(ats)
+    status, deciding = _status(ats, bound, free) if not absent else ("absent", [])
+    controls = [at.control for at in ats if at.control is not None]
+    later = total([ats[k].found for k in free]) if bound and free else None
+    return Row(
+        quantity=quantity.name,
+        phase=quantity.phase,
+        required=_required(ats),
+        status=status,
+        distance=total([ats[k].found for k in decisive]),
+        later=later,
+        first=next((f for k in deciding if (f := ats[k].found.first) is not None), None),
+        control=total([controls[k] for k in decisive]) if controls else None,
+        note=absent,
+    )
+
+
+def _absent(ats: Sequence[_At]) -> str:
+    for at in ats:
+        if at.found.absent:
+            return at.found.absent
+        if at.control is not None and at.control.absent:
+            return f"control pair: {at.control.absent}"
+    return ""
+
+
+def _status(ats: Sequence[_At], bound: Sequence[int], free: Sequence[int]) -> tuple[Status, Sequence[int]]:
+    """And the updates whose first difference is to be named."""
+    if any(_differs(ats[k].control) for k in bound):
+        return "undecidable", bound
+    over = [k for k in bound if not _allowed(ats[k])]
+    if over:
+        return "differs", over
+    if any(_differs(ats[k].found) for k in bound):
+        return "within", bound
+    if any(_differs(ats[k].found) for k in free):
+        return "distance", free
+    return "exact", []
+
+
+def _differs(found: Found | None) -> bool:
+    return found is not None and found.distance.differing > 0
+
+
+def _allowed(at: _At) -> bool:
+    distance = at.found.distance
+    return not distance.differing or (
+        at.allowed > 0 and distance.largest is not None and distance.largest <= at.allowed
+    )
+
+
+def total(founds: Sequence[Found]) -> Distance:
+    """Over updates: counts add up, of the largest the largest."""
+    distances = [found.distance for found in founds]
+    largest = [d.largest for d in distances if d.largest is not None]
+    return Distance(
+        compared=sum(d.compared for d in distances),
+        differing=sum(d.differing for d in distances),
+        largest=max(largest) if largest else None,
+        unit=distances[0].unit if distances else "",
+    )
+
+
+def _required(ats: Sequence[_At]) -> str:
+    """Runs of updates with one requirement, in words: ``exact``, or ``exact to update 1, then distance``."""
+    parts: list[tuple[str, int]] = []
+    for k, at in enumerate(ats):
+        word = "exact" if at.allowed == 0 else "distance" if at.allowed == math.inf else f"<= {at.allowed:g}"
+        if parts and parts[-1][0] == word:
+            parts[-1] = (word, k)
+        else:
+            parts.append((word, k))
+    if len(parts) == 1:
+        return parts[0][0]
+    return ", then ".join([f"{word} to update {last}" for word, last in parts[:-1]] + [parts[-1][0]])

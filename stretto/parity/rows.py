@@ -1,0 +1,379 @@
+"""The rows of the table: which quantities there are, and how far two updates are apart in each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from stretto.parity.folder import Update
+from stretto.parity.verdict import Difference, Distance, Phase, Value
+
+Origin = Literal["data", "rollout", "schedule", "judged", "log-probs", "trained"]
+"""What a quantity comes from, and so what may move it: the data; rollouts and their rewards; the schedule; rewards as
+they are judged; log-probs of the actor; what an update makes of them.
+"""
+_TOKEN_BITS = 32
+_PLACE = ("chunk", "rank", "microbatch", "row")
+
+
+NOTHING = Distance(compared=0, differing=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What two updates have of one quantity: how far apart, the first difference, or why it is ``absent``."""
+
+    distance: Distance = NOTHING
+    first: Difference | None = None
+    absent: str = ""
+
+
+Finder = Callable[["Quantity", Update, Update], Found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """A row. ``columns`` of ``raw/`` name what differs; ``prints`` are the fingerprints that must agree besides."""
+
+    name: str
+    phase: Phase
+    origin: Origin
+    find: Finder
+    columns: tuple[str, ...] = ()
+    prints: tuple[str, ...] = ()
+    unit: str = ""
+
+    def between(self, a: Update, b: Update) -> Found:
+        """``a`` and ``b`` are one update of two runs."""
+        found = self.find(self, a, b)
+        printed = [name for name in self.prints if name in a.prints and name in b.prints]
+        if found.absent:
+            if not printed or len(printed) < len(self.prints):
+                return found
+            found = Found(distance=Distance(compared=len(printed), differing=0, unit=self.unit))
+        apart = [name for name in printed if a.prints[name] != b.prints[name]]
+        if not apart or found.first is not None:
+            return found
+        first = Difference(
+            update=a.update,
+            phase=self.phase,
+            a=a.prints[apart[0]],
+            b=b.prints[apart[0]],
+            note=f"fingerprint {apart[0]}; no entry of raw/ says where",
+        )
+        return Found(distance=replace(found.distance, differing=len(apart)), first=first)
+
+
+# Columns -----------------------------------------------------------------------------------------------------------
+
+
+def samples(quantity: Quantity, a: Update, b: Update) -> Found:
+    """Columns with a value a sample; two columns and more are one value together."""
+    if absent := _missing(quantity.columns, a, b):
+        return Found(absent=absent)
+    keys = [np.asarray(update.columns["global_index"], np.int64) << _TOKEN_BITS for update in (a, b)]
+    return _entries(quantity, a, b, keys[0], keys[1])
+
+
+def tokens(quantity: Quantity, a: Update, b: Update) -> Found:
+    """A column with a value a response token."""
+    if absent := _missing(quantity.columns, a, b):
+        return Found(absent=absent)
+    return _entries(quantity, a, b, _token_keys(a), _token_keys(b))
+
+
+def _token_keys(update: Update) -> np.ndarray:
+    """int64 [T]: the sample in the high half, the position of the token in the low one."""
+    lengths = np.asarray(update.columns["lengths"], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    positions = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)
+    return (np.repeat(np.asarray(update.columns["global_index"], np.int64), lengths) << _TOKEN_BITS) + positions
+
+
+def _entries(quantity: Quantity, a: Update, b: Update, keys_a: np.ndarray, keys_b: np.ndarray) -> Found:
+    """Values with the same key are held against each other by their bits; a key of one side alone differs."""
+    both, at_a, at_b = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
+    unlike = np.zeros(len(both), np.bool_)
+    largest = 0.0
+    for name in quantity.columns:
+        x, y = a.columns[name][at_a], b.columns[name][at_b]
+        if x.dtype != y.dtype:
+            return Found(absent=f"column {name} is {x.dtype} in one run and {y.dtype} in the other")
+        differs = _bits(x) != _bits(y)
+        unlike |= differs
+        if quantity.unit:
+            largest = max([largest, *_magnitudes(x[differs], y[differs]).tolist()])
+    alone = np.setxor1d(keys_a, keys_b, assume_unique=True)
+    if quantity.unit and len(alone):
+        largest = math.inf
+    distance = Distance(
+        compared=len(both) + len(alone),
+        differing=int(unlike.sum()) + len(alone),
+        largest=largest if quantity.unit else None,
+        unit=quantity.unit,
+    )
+    keys = np.sort(np.concatenate([both[unlike], alone]))
+    if not len(keys):
+        return Found(distance=distance)
+    return Found(distance=distance, first=_named(quantity, a, b, int(keys[0]), keys_a, keys_b))
+
+
+def _named(quantity: Quantity, a: Update, b: Update, key: int, keys_a: np.ndarray, keys_b: np.ndarray) -> Difference:
+    sample, position = key >> _TOKEN_BITS, key & ((1 << _TOKEN_BITS) - 1)
+    at = [np.flatnonzero(keys == key)[:1] for keys in (keys_a, keys_b)]
+    values = [_value(update, quantity.columns, rows) for update, rows in zip((a, b), at, strict=True)]
+    magnitude = None
+    if quantity.unit:
+        (name,) = quantity.columns
+        apart = _magnitudes(a.columns[name][at[0]], b.columns[name][at[1]]) if all(map(len, at)) else [math.inf]
+        magnitude = float(apart[0])
+    return Difference(
+        update=a.update,
+        phase=quantity.phase,
+        a=values[0],
+        b=values[1],
+        sample=sample,
+        group=sample // a.n,
+        token=position if quantity.find is tokens else None,
+        place=place(a, sample),
+        magnitude=magnitude,
+    )
+
+
+def place(update: Update, sample: int) -> str | None:
+    """Where the schedule of a run puts a sample; None where that is not on record."""
+    at = np.flatnonzero(update.columns["global_index"] == sample)
+    if not len(at) or any(name not in update.columns for name in _PLACE):
+        return None
+    return str(_value(update, _PLACE, at))
+
+
+def _value(update: Update, columns: Sequence[str], rows: np.ndarray) -> Value:
+    """That of the one row in ``rows``; None where there is none."""
+    if not len(rows):
+        return None
+    if len(columns) == 1:
+        return _plain(update.columns[columns[0]][rows[0]])
+    return ", ".join(f"{name.replace('_', ' ')} {_plain(update.columns[name][rows[0]])}" for name in columns)
+
+
+def _missing(columns: Sequence[str], a: Update, b: Update) -> str:
+    for name in (*columns, "global_index", "lengths"):
+        for update, which in ((a, "the first"), (b, "the second")):
+            if name not in update.columns:
+                return f"{which} run has no column {name} on record at update {update.update}"
+    return ""
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
+
+
+def _magnitudes(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """float64 |x - y|; infinite where that is not a number."""
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(x.astype(np.float64) - y.astype(np.float64))
+    return np.where(np.isnan(apart), np.inf, apart)
+
+
+def _plain(value: Any) -> Value:
+    """Hashes as 16 hex digits; float32 as the shortest text that gives it back, so that 0.1 reads as 0.1."""
+    if isinstance(value, np.uint64):
+        return f"{int(value):016x}"
+    if isinstance(value, np.float32):
+        return float(str(value))
+    found: Value = value.item()
+    return found
+
+
+# One value an update -----------------------------------------------------------------------------------------------
+
+
+def metric(name: str, apart: Callable[[float, float], float]) -> Finder:
+    """A number of ``metrics.jsonl``, whose text keeps every bit; null stands for what is not finite."""
+
+    def find(quantity: Quantity, a: Update, b: Update) -> Found:
+        for update, which in ((a, "the first"), (b, "the second")):
+            if name not in update.metrics:
+                return Found(absent=f"{which} run has no metric {name} on record at update {update.update}")
+        x, y = a.metrics[name], b.metrics[name]
+        same = x == y and (not x or math.copysign(1, x) == math.copysign(1, y))
+        largest = 0.0 if same else math.inf if x is None or y is None else apart(x, y)
+        distance = Distance(compared=1, differing=int(not same), largest=largest, unit=quantity.unit)
+        if same:
+            return Found(distance=distance)
+        first = Difference(update=a.update, phase=quantity.phase, a=_or_text(x), b=_or_text(y), magnitude=largest)
+        return Found(distance=distance, first=first)
+
+    return find
+
+
+def _or_text(value: float | None) -> float | str:
+    return "not finite" if value is None else value
+
+
+def absolute(x: float, y: float) -> float:
+    return abs(x - y)
+
+
+def symmetric(x: float, y: float) -> float:
+    """2 |x - y| / (|x| + |y|)."""
+    return 2 * abs(x - y) / (abs(x) + abs(y)) if x != y else 0.0
+
+
+# Tensors -----------------------------------------------------------------------------------------------------------
+
+
+def tensors(quantity: Quantity, a: Update, b: Update) -> Found:
+    """One hash a tensor, ``hash.parameters`` and its like, by the names of ``raw/tensors.json``."""
+    (column,) = quantity.columns
+    kind = column.removeprefix("hash.")
+    hashed: list[Mapping[str, int]] = []
+    for update, which in ((a, "the first"), (b, "the second")):
+        names = update.tensors.get(kind)
+        if column not in update.columns or names is None:
+            return Found(absent=f"{which} run has no hashes of its {kind} on record at update {update.update}")
+        hashed.append(dict(zip(names, update.columns[column].tolist(), strict=True)))
+    x, y = hashed
+    apart = [name for name in [*x, *(y.keys() - x.keys())] if x.get(name) != y.get(name)]
+    distance = Distance(compared=len(x.keys() | y.keys()), differing=len(apart), unit=quantity.unit)
+    if not apart:
+        return Found(distance=distance)
+    values = [f"{one[apart[0]]:016x}" if apart[0] in one else None for one in hashed]
+    first = Difference(update=a.update, phase=quantity.phase, a=values[0], b=values[1], parameter=apart[0])
+    return Found(distance=distance, first=first)
+
+
+MAX_ABS = "max abs"
+QUANTITIES: tuple[Quantity, ...] = (
+    Quantity(
+        name="prompt tokens",
+        phase="inputs",
+        origin="data",
+        find=samples,
+        columns=("prompt_hash",),
+        prints=("inputs.prompt_ids", "inputs.mm_token_type_ids"),
+    ),
+    Quantity(
+        name="response tokens",
+        phase="inputs",
+        origin="rollout",
+        find=tokens,
+        columns=("response_ids",),
+        prints=("inputs.response_ids",),
+    ),
+    Quantity(
+        name="response lengths", phase="inputs", origin="rollout", find=samples, columns=("lengths",), unit=MAX_ABS
+    ),
+    Quantity(name="loss masks", phase="phase 3", origin="rollout", find=tokens, columns=("loss_mask",)),
+    Quantity(
+        name="raw rewards",
+        phase="inputs",
+        origin="rollout",
+        find=samples,
+        columns=("raw_rewards",),
+        prints=("inputs.rewards",),
+        unit=MAX_ABS,
+    ),
+    Quantity(name="rewards", phase="phase 2", origin="judged", find=samples, columns=("rewards",), unit=MAX_ABS),
+    Quantity(
+        name="failed samples",
+        phase="inputs",
+        origin="rollout",
+        find=samples,
+        columns=("valid",),
+        prints=("inputs.valid",),
+    ),
+    Quantity(name="truncation", phase="inputs", origin="rollout", find=samples, columns=("truncated",)),
+    Quantity(
+        name="multimodal tensors",
+        phase="inputs",
+        origin="data",
+        find=samples,
+        columns=("image_hash",),
+        prints=("inputs.pixel_values", "inputs.image_grid_thw"),
+    ),
+    Quantity(
+        name="policy versions",
+        phase="inputs",
+        origin="rollout",
+        find=samples,
+        columns=("version_start", "version_end"),
+        unit="",
+    ),
+    Quantity(
+        name="rollout log-probs",
+        phase="inputs",
+        origin="rollout",
+        find=tokens,
+        columns=("rollout_logprobs",),
+        prints=("inputs.rollout_logprobs",),
+        unit=MAX_ABS,
+    ),
+    Quantity(
+        name="advantages",
+        phase="phase 2",
+        origin="judged",
+        find=samples,
+        columns=("advantages",),
+        prints=("advantages",),
+        unit=MAX_ABS,
+    ),
+    Quantity(
+        name="microbatch schedule",
+        phase="phase 1",
+        origin="schedule",
+        find=samples,
+        columns=_PLACE,
+        prints=("schedule",),
+    ),
+    Quantity(
+        name="old-policy log-probs",
+        phase="phase 1",
+        origin="log-probs",
+        find=tokens,
+        columns=("old_logprobs",),
+        unit=MAX_ABS,
+    ),
+    Quantity(
+        name="training log-probs",
+        phase="phase 3",
+        origin="log-probs",
+        find=tokens,
+        columns=("train_logprobs",),
+        unit=MAX_ABS,
+    ),
+    Quantity(name="loss", phase="phase 3", origin="trained", find=metric("loss", absolute), unit=MAX_ABS),
+    Quantity(
+        name="gradient norm", phase="phase 3", origin="trained", find=metric("grad_norm", symmetric), unit="relative"
+    ),
+    Quantity(
+        name="gradients",
+        phase="phase 3",
+        origin="trained",
+        find=tensors,
+        columns=("hash.gradients",),
+        prints=("gradients",),
+    ),
+    Quantity(
+        name="parameters",
+        phase="parameters",
+        origin="trained",
+        find=tensors,
+        columns=("hash.parameters",),
+        prints=("parameters",),
+    ),
+    Quantity(
+        name="optimizer state",
+        phase="parameters",
+        origin="trained",
+        find=tensors,
+        columns=("hash.optimizer",),
+        prints=("optimizer",),
+    ),
+)
+"""In the order of the table. Without a critic returns are the advantages."""

@@ -1,0 +1,261 @@
+"""What two runs owe each other: whether they compare at all, and what each quantity must be at each update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stretto.parity.folder import RunFolder
+from stretto.parity.rows import Origin
+from stretto.parity.verdict import Incomparable
+
+FREE = (
+    "run.dir",
+    "run.determinism",  # says what may be promised, see Terms
+    "plane.",
+    "checkpoint.",
+    "eval.",
+    "cluster.",
+    "sft.",
+    "switches.",
+    "seams.",
+    "reward.workers",
+    "reward.timeout_s",
+    "reward.max_failed_fraction",
+    "rollout.replicas",
+    "rollout.max_engine_restarts",
+    "rollout.engine_timeout_s",
+)
+"""Options that no number depends on."""
+FREE_OF_A_RECORDING = (
+    "data.",
+    "reward.",
+    "staleness.",
+    "rollout.groups_per_decode_batch",
+    "rollout.refill_rounds",
+    "rollout.stop",
+)
+"""Options that made what a recording holds; a replay does not ask them."""
+TOPOLOGY = (
+    "actor.data_parallel",
+    "actor.chunks_per_mini",
+    "actor.max_tokens_per_microbatch",
+    "actor.max_patches_per_microbatch",
+    "actor.layout",
+    "actor.gradient_checkpointing",
+    "model.dtype",
+    "model.attention",
+)
+"""Options that shape the arithmetic: across them numbers differ by rounding."""
+ROLLOUT_TOPOLOGY = ("rollout.groups_per_decode_batch",)
+"""Options that shape the arithmetic of rollouts, which live runs make."""
+
+
+def require_comparable(a: RunFolder, b: RunFolder, updates: int | None) -> int:
+    """How many updates to compare. Raises Incomparable with every reason why these runs are not held together."""
+    reasons = list(_reasons(a, b))
+    lengths = (a.updates, b.updates)
+    if updates is None and a.updates != b.updates:
+        reasons.append(
+            f"length: {a.updates} updates in {a.path}, {b.updates} in {b.path}; compare the first "
+            f"{min(lengths)} of both with --updates {min(lengths)}"
+        )
+    elif updates is not None and not 1 <= updates <= min(lengths):
+        reasons.append(f"length: {updates} updates asked for, {a.updates} in {a.path}, {b.updates} in {b.path}")
+    if reasons:
+        raise Incomparable("these runs do not compare:\n" + "\n".join(f"- {reason}" for reason in reasons))
+    return updates or a.updates
+
+
+def _reasons(a: RunFolder, b: RunFolder) -> Iterator[str]:
+    free = FREE + TOPOLOGY + ROLLOUT_TOPOLOGY + (FREE_OF_A_RECORDING if a.replay or b.replay else ())
+    models = _model(a), _model(b)
+    if None not in models:
+        free += ("model.path",)
+        if models[0] != models[1]:
+            yield f"model: version-0 parameters {models[0]} in {a.path}, {models[1]} in {b.path}"
+    x, y = _options(a), _options(b)
+    for name in x:
+        if x[name] != y[name] and not any(name == f or (f.endswith(".") and name.startswith(f)) for f in free):
+            yield f"{name}: {x[name]!r} in {a.path}, {y[name]!r} in {b.path}"
+    what = "recording" if a.replay and b.replay else "data"
+    prints = [_data(run, recorded=a.replay != b.replay) for run in (a, b)]
+    if None not in prints and prints[0] != prints[1]:
+        yield f"{what}: fingerprint {prints[0]} in {a.path}, {prints[1]} in {b.path}"
+
+
+def _data(run: RunFolder, *, recorded: bool) -> Any:
+    """The fingerprint of what it trained on; with ``recorded`` a replay gives that of the data it was recorded from."""
+    data = run.session.get("data", {})
+    if recorded and run.replay:
+        data = data.get("recorded") or {}
+    return data.get("fingerprint")
+
+
+def _model(run: RunFolder) -> str | None:
+    """The fingerprint of its parameters before any training."""
+    model = run.sessions[0].get("model", {})
+    found = model.get("fingerprint") or model.get("parameters")
+    return None if found is None else str(found)
+
+
+def _options(run: RunFolder) -> dict[str, Any]:
+    """Every option by its dotted name, ``auto`` resolved."""
+    config = run.config
+    options = dict(_flat(config.model_dump()))
+    options["algorithm.importance_correction"] = config.importance_correction
+    options["actor.layout"] = config.actor.layout_on(_device(run))
+    return options
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and prefix == "":
+            yield from _flat(value, f"{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _device(run: RunFolder) -> str:
+    return str(run.session.get("determinism", {}).get("actor", {}).get("device", "cpu"))
+
+
+def _machine(run: RunFolder) -> dict[str, Any]:
+    """What shapes arithmetic besides options."""
+    session = run.session
+    actor = session.get("determinism", {}).get("actor", {})
+    rank = actor.get("ranks", [actor])[0]
+    hardware, versions = session.get("hardware", {}), session.get("versions", {})
+    device = _device(run)
+    return {
+        "device": device,
+        "actor threads": rank.get("torch_threads"),
+        "hardware": hardware.get("cpu") if device == "cpu" else [gpu.get("name") for gpu in hardware.get("gpus", [])],
+        "torch": versions.get("torch"),
+        "transformers": versions.get("transformers"),
+    }
+
+
+def _engine_threads(run: RunFolder) -> Any:
+    engines = run.session.get("determinism", {}).get("rollout", {}).get("engines") or [{}]
+    return engines[0].get("torch_threads")
+
+
+def topology(a: RunFolder, b: RunFolder) -> dict[str, tuple[Any, Any]]:
+    """What shapes the arithmetic of the actor, and differs."""
+    x = {name: _options(a)[name] for name in TOPOLOGY} | _machine(a)
+    y = {name: _options(b)[name] for name in TOPOLOGY} | _machine(b)
+    return {name: (x[name], y[name]) for name in x if x[name] != y[name]}
+
+
+def rollout_topology(a: RunFolder, b: RunFolder) -> dict[str, tuple[Any, Any]]:
+    """What shapes the arithmetic of rollouts, and differs; nothing where one of the runs trains on a recording."""
+    if a.replay or b.replay:
+        return {}
+    x = {name: _options(a)[name] for name in ROLLOUT_TOPOLOGY} | {"engine threads": _engine_threads(a)}
+    y = {name: _options(b)[name] for name in ROLLOUT_TOPOLOGY} | {"engine threads": _engine_threads(b)}
+    return {name: (x[name], y[name]) for name in x if x[name] != y[name]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What is required of two runs.
+
+    updates    that are compared
+    trained    tolerance of log-probs: 0.0 where every bit must agree, in all that is trained; infinite: distances alone
+    rollouts   whether rollouts from equal weights must be equal
+    judged     whether advantages follow from the rollouts alone, by the same arithmetic
+    apart      the first update after which the runs hold different parameters; ``updates`` where there is none
+    recorded   whether rollouts come from a recording, whatever the weights
+    refilled   whether rewards say which prompts a partition holds
+    notes      why something else than equal bits is required, where it is not the topology
+    """
+
+    updates: int
+    trained: float = 0.0
+    rollouts: bool = True
+    judged: bool = True
+    apart: int
+    recorded: bool = False
+    refilled: bool = False
+    notes: tuple[str, ...] = ()
+
+    def tolerance(self, origin: Origin, update: int, version: int) -> float:
+        """How far a quantity may differ at an update: 0.0 not by a bit, infinite: as it likes.
+
+        ``version``: the newest policy version that made a sample of the update.
+        """
+        if self.trained == 0.0 and self.rollouts:
+            return 0.0
+        same_rollouts = self.recorded or (self.rollouts and (self.trained == 0.0 or version <= self.apart))
+        if origin == "data" and not self.refilled:
+            return 0.0
+        if origin in ("data", "rollout"):
+            return 0.0 if same_rollouts else math.inf
+        if not same_rollouts:
+            return math.inf
+        if origin == "judged" and self.judged:
+            return 0.0
+        if origin == "schedule":
+            return math.inf if self.trained == math.inf else 0.0
+        if origin == "log-probs" and update <= self.apart:
+            return self.trained
+        return math.inf if self.trained > 0.0 else 0.0
+
+
+def terms(a: RunFolder, b: RunFolder, updates: int) -> Terms:
+    notes = []
+    trained, rollouts = 0.0, True
+    if topology(a, b):
+        trained = math.inf
+    if live := rollout_topology(a, b):
+        rollouts = False
+        notes.append("rollouts of another shape: " + _told(live))
+    fast = [run for run in (a, b) if run.config.run.determinism == "fast"]
+    if fast:
+        trained, rollouts = math.inf, False
+        notes.append(
+            f'run.determinism = "fast" in {" and ".join(str(run.path) for run in fast)}: nothing is promised of what '
+            "is computed"
+        )
+    for name, tolerance, why in bounded(a, b):
+        trained += tolerance
+        notes.append(f"{name} is bounded: log-probs by {tolerance:g} ({why})")
+    kl = a.config.algorithm.kl_reward_coef > 0
+    return Terms(
+        updates=updates,
+        trained=trained,
+        rollouts=rollouts,
+        judged=not (kl and trained > 0) and not {"device", "hardware", "torch"} & topology(a, b).keys(),
+        apart=next(
+            (k for k in range(updates) if a.prints(k).get("parameters") != b.prints(k).get("parameters")), updates
+        ),
+        recorded=a.replay or b.replay,
+        refilled=a.config.rollout.refill_rounds > 0 and not (a.replay or b.replay),
+        notes=tuple(notes),
+    )
+
+
+def _told(apart: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{name} {x} against {y}" for name, (x, y) in apart.items())
+
+
+def bounded(a: RunFolder, b: RunFolder) -> Iterator[tuple[str, float, str]]:
+    """Switches that are on in one run alone and not exact there: name, tolerance of log-probs, reason."""
+    x, y = _switches(a), _switches(b)
+    for name in sorted(x.keys() ^ y.keys()):
+        numerics = (x | y)[name]
+        if numerics.get("numerics") == "bounded":
+            yield name, float(numerics.get("tolerance", math.inf)), str(numerics.get("why", "see the manifest"))
+
+
+def _switches(run: RunFolder) -> dict[str, Mapping[str, Any]]:
+    """What the manifest says of the switches that are on."""
+    found = run.session.get("switches", {})
+    return {
+        name: value if isinstance(value, dict) else {"numerics": value}
+        for name, value in found.items()
+        if name != "condition"
+    }
