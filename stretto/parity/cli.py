@@ -63,3 +63,93 @@ def replay(
     from stretto.parity.replay import replay as run
 
     run(recording, run_dir, set_ or (), timing=timing, partitions=partitions, dump=dump)
+
+
+@app.command()
+def compare(
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="Folder of a run, live or a replay.")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Folder of the run to hold against it.")],
+    control: Annotated[
+        Path | None, typer.Option(help="Folder of a second run of what RUN_A ran: says what two runs of a kind share.")
+    ] = None,
+    updates: Annotated[
+        int | None, typer.Option(min=1, help="Updates to compare, from the first; default: all.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for parity.json and parity.md.")] = None,
+    bisect: Annotated[
+        bool,
+        typer.Option(
+            "--bisect",
+            help="Run both again, in OUT/bisect, to the first update with other gradients or parameters, and say which "
+            "elements differ.",
+        ),
+    ] = False,
+) -> None:
+    """Hold two runs against each other, quantity by quantity, and name the first thing that differs.
+
+    Exit code 0: every row is as required. 1: one is not. 3: none is wrong, but the control pair differs in one, so that
+    it shows nothing. 2: these runs do not compare.
+    """
+    from stretto.parity.command import compare_runs
+
+    raise typer.Exit(compare_runs(run_a, run_b, control, updates=updates, out=out, bisected=bisect))
+
+
+@app.command(hidden=True)
+def rerun(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    run_dir: Annotated[Path, typer.Argument(help="New folder for its repetition.")],
+    dump: Annotated[int, typer.Option(min=0, help="Partition to end with, and to write to RUN_DIR/dump.")],
+) -> None:
+    """Run again what a run folder records, up to one partition. `compare --bisect` starts it."""
+    from stretto.parity.rerun import rerun as again
+
+    again(run, run_dir, dump)
+
+
+@app.command()
+def check(
+    recipe: Recipe,
+    out: Annotated[Path, typer.Option(help="Folder for all runs and the report; a second call goes on in it.")] = Path(
+        "runs/parity"
+    ),
+    conditions: Annotated[str, typer.Option(help="Conditions to hold against B, separated by commas.")] = "B,P,P+R,P+S",
+    updates: Annotated[int, typer.Option(min=1, help="Updates of every live run.")] = 40,
+    record_partitions: Annotated[
+        int, typer.Option(min=1, help="Partitions that the first run records, and every replay trains on.")
+    ] = 2,
+    ranks: Annotated[
+        str, typer.Option(help="Data-parallel ranks of the replays, such as 1,4; default: those of the recipe.")
+    ] = "",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes of P; default: those of the recipe, or else 2.")
+    ] = None,
+    draw: Annotated[bool, typer.Option("--curves/--no-curves", help="Draw curves.png (extra: plots).")] = True,
+    set_: Sets = None,
+) -> None:
+    """Show that the switches change no number of a recipe: live and replayed, compared, and reported.
+
+    Runs B twice and every other condition once, live and on a recording, each in a process of its own; writes
+    report.md, report.json and curves.png.
+
+    Exit code 0: every row passes. 1: one fails. 3: none fails, but one is undecidable.
+    """
+    from stretto.parity.check import check as run
+    from stretto.parity.plan import Question, parse_conditions, parse_ranks
+    from stretto.parity.report import text
+    from stretto.training import interruptible
+
+    question = Question(
+        recipe=str(recipe),
+        out=out,
+        conditions=parse_conditions(conditions),
+        workers=workers or 0,
+        updates=updates,
+        record_partitions=record_partitions,
+        ranks=parse_ranks(ranks) if ranks else (),
+        sets=tuple(set_ or ()),
+    )
+    with interruptible():
+        found = run(question, lambda line: print(line, flush=True), draw=draw)
+    print(f"\n{text(found)}\n\nreport              {out / 'report.md'}")
+    raise typer.Exit(found.exit_code)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import running
-from processes import wait_until_gone
+from safetensors.numpy import save_file
 
 from stretto import switches
 from stretto.observe.manifest import read_manifest
-from stretto.observe.raw import read_raw
+from stretto.observe.raw import raw_path, read_raw
 
 pytestmark = pytest.mark.timeout(300)
 CONDITIONS = {
@@ -60,22 +60,52 @@ def assert_engaged(run: Path, condition: str) -> None:
     assert all(row["ratio_deviation_max"] == 0.0 for row in running.jsonl(run, "metrics.jsonl"))
 
 
-def test_every_condition_trains_the_same_bits(tmp_path):
-    small = {"run": {"updates": 3}, "eval": {"every": 0}, "checkpoint": {"every": 0}}
-    small["reward"] = {"function": "rewards:late", "workers": 2}
-    small["rollout"] = {"groups_per_decode_batch": 1}
-    runs = {}
-    for name in CONDITIONS:
-        runs[name] = run(tmp_path / name, name, **{k: v for k, v in small.items() if k != "run"})
-        assert_engaged(runs[name], name)
-        wait_until_gone(runs[name])
-    for folder in runs.values():
-        assert_same(runs["B"], folder, 5)
-    rows = {name: running.jsonl(folder, "metrics.jsonl") for name, folder in runs.items()}
+def test_a_check_finds_every_condition_the_same_and_one_number_that_is_not(tmp_path):
+    """`stretto parity check`: P is on in P+R and P+S. Replays have fewer updates than live runs."""
+    recipe = running.recipe(
+        tmp_path, reward={"function": "rewards:late", "workers": 2}, rollout={"groups_per_decode_batch": 1}
+    )
+    out = tmp_path / "out"
+    words = ["parity", "check", str(recipe), "--out", str(out), "--conditions", "P+R,P+S", "--updates", "3"]
+    words += ["--record-partitions", "1"]
+
+    def checked(code: int) -> tuple[str, dict[str, Any]]:
+        process = running.stretto(*words)
+        output = running.finish(process, 280)
+        assert process.returncode == code, output
+        return output, json.loads((out / "report.json").read_text())
+
+    output, report = checked(0)
+    assert "parity passed" in output.splitlines()[-3]
+    rows = [row for pair in report["comparisons"] for row in pair["rows"]]
+    assert len(report["comparisons"]) == 7 and {row["status"] for row in rows} == {"exact"}
+    assert [run["kept"] for run in report["runs"]] == [False] * 8
+    # A float32 gradient is not the float64 one, and near it.
+    (reference,) = report["reference"]
+    assert 1e-9 < reference["relative"] < 1e-5
+    assert set(report["curves"].values()) == {0.0} and (out / "curves.png").stat().st_size > 10_000
+
+    live = {name: out / "live" / name for name in ("B", "B-again", "P+R", "P+S")}
+    for name, folder in live.items():
+        assert_same(live["B"], folder, 3)
+        assert_engaged(folder, name.removesuffix("-again"))
+    lines = {name: running.jsonl(folder, "metrics.jsonl") for name, folder in live.items()}
     # S forwards the first chunk while later groups are still being scored; B and R have nothing to do by then.
-    assert max(row["overlap_fraction"] for row in rows["P+S"]) > 0.2
-    assert max(row["overlap_fraction"] for row in rows["B"]) == 0.0
-    assert sum(row["processor_s"] for row in rows["P"]) > 0
+    assert max(row["overlap_fraction"] for row in lines["P+S"]) > 0.2
+    assert max(row["overlap_fraction"] for row in lines["B"]) == 0.0
+    assert sum(row["processor_s"] for row in lines["P+R"]) > 0
+
+    # Runs are kept, and held against one another anew.
+    columns = read_raw(live["P+S"], 2)
+    columns["raw_rewards"][5] += 1e-6
+    save_file(columns, raw_path(live["P+S"], 2))
+    output, report = checked(1)
+    assert [run["kept"] for run in report["runs"]] == [True] * 8
+    wrong = [(pair["group"], pair["column"], row) for pair in report["comparisons"] for row in pair["rows"]
+             if row["status"] != "exact"]  # fmt: skip
+    assert [(group, column, row["quantity"]) for group, column, row in wrong] == [("live", "P+S", "raw rewards")]
+    assert (wrong[0][2]["first"]["update"], wrong[0][2]["first"]["sample"]) == (2, 5)
+    assert "live, P+S: raw rewards: update 2, inputs, sample 5 (group 1)" in " ".join(output.split())
 
 
 @pytest.mark.long

@@ -1,0 +1,210 @@
+"""Runs the cells of a check one after another, each in a process of its own, and keeps those that are finished."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import stretto
+from stretto.observe.lineage import write_atomically
+from stretto.observe.manifest import read_manifest, versions
+from stretto.observe.progress import duration
+from stretto.parity.plan import Cell
+from stretto.types import StrettoError
+
+Note = Callable[[str], None]
+PROGRAM = (sys.executable, "-m", "stretto.cli")
+NEWS_EVERY_S = 30.0
+ENDS_WITHIN_S = 60.0
+LOG_LINES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A finished cell: its seconds, and whether it was there already."""
+
+    cell: Cell
+    wall_s: float
+    kept: bool
+
+
+class Cells:
+    """The runs of one check, in one folder.
+
+    A cell that is finished is kept as long as its ``identity`` is the same: its command, options, model files, code
+    and libraries, and (of a replay) the recording. Any other run of it is removed and made again.
+    """
+
+    def __init__(
+        self, out: Path, recording: Path, asked: Mapping[str, Any], note: Note, program: Sequence[str] = PROGRAM
+    ):
+        self.out, self.recording, self.note, self.program = out, recording, note, program
+        self._told_s = time.monotonic()
+        self._asked = {**asked, "code": code_hash(), "versions": versions()}
+
+    def run(self, cells: Sequence[Cell]) -> list[Done]:
+        """Run what is not there yet, in order.
+
+        Raises:
+            StrettoError: one of them fails; says what it said last, and where all of it is.
+        """
+        done: list[Done] = []
+        for number, cell in enumerate(cells, start=1):
+            wall_s = self._finished(cell)
+            kept = wall_s is not None
+            if wall_s is None:
+                self.note(f"{number}/{len(cells)} {cell.name} ...")
+                wall_s = self._run(cell)
+            done.append(Done(cell=cell, wall_s=wall_s, kept=kept))
+            left = left_s(done, cells[number:])
+            self.note(
+                f"{number}/{len(cells)} {cell.name}: {'kept, it took' if kept else 'took'} {duration(wall_s)}"
+                + (f"; about {duration(left)} left" if number < len(cells) and not kept else "")
+            )
+        return done
+
+    def _finished(self, cell: Cell) -> float | None:
+        """Seconds that it took; None: it is to run."""
+        note = self._read_note(cell.file_name)
+        try:
+            whole = read_manifest(cell.run_dir)["sessions"][-1]["status"] == "finished"
+        except (LookupError, StrettoError):
+            return None
+        return float(note["wall_s"]) if whole and note.get("identity") == self._identity(cell) else None
+
+    def _run(self, cell: Cell) -> float:
+        self._clear(cell)
+        begun = time.monotonic()
+        again = f"alone it runs by: {cell.command}"
+        self._process(cell.name, cell.file_name, [*self.program, *cell.words], again, lambda: self._news(cell))
+        wall_s = round(time.monotonic() - begun, 3)
+        self._write_note(cell.file_name, {"identity": self._identity(cell), "wall_s": wall_s, "command": cell.command})
+        return wall_s
+
+    def made(self, path: Path, module: str) -> None:
+        """``path``, as ``python -m module RECORDING PATH`` makes it of the recording, unless it is there already.
+
+        Raises:
+            StrettoError: that fails.
+        """
+        identity = {"identity": self._hash({"module": module, "recording": self._recorded()})}
+        if path.is_file() and self._read_note(path.stem) == identity:
+            return
+        command = [sys.executable, "-m", module, str(self.recording), str(path)]
+        self._process(module, path.stem, command, f"alone it runs by: {shlex.join(command)}", lambda: None)
+        self._write_note(path.stem, identity)
+
+    def _process(self, name: str, log_name: str, command: Sequence[str], again: str, news: Callable[[], None]) -> None:
+        log = self.out / "logs" / f"{log_name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as file:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                time.sleep(0.1)
+                news()
+        except BaseException:
+            _end(process)
+            raise
+        if process.returncode != 0:
+            lines = "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+            raise StrettoError(
+                f"{name} ended with exit code {process.returncode}; the end of {log}:\n{lines}\n{again}\n"
+                "the runs before it are kept: the same command goes on from here"
+            )
+
+    def _news(self, cell: Cell) -> None:
+        """A line now and then of how far a run is."""
+        if time.monotonic() - self._told_s < NEWS_EVERY_S:
+            return
+        self._told_s = time.monotonic()
+        if lines := _lines(cell.run_dir / "metrics.jsonl"):
+            self.note(f"    {lines} of {cell.partitions} partitions trained")
+
+    def _clear(self, cell: Cell) -> None:
+        """Remove what an earlier run of the cell has left."""
+        self._note_path(cell.file_name).unlink(missing_ok=True)
+        for folder in (cell.run_dir, *([self.recording] if "record" in cell.words else [])):
+            if folder.exists():
+                shutil.rmtree(folder)
+
+    def _note_path(self, name: str) -> Path:
+        return self.out / "cells" / f"{name}.json"
+
+    def _read_note(self, name: str) -> dict[str, Any]:
+        """Empty where there is none that can be read."""
+        try:
+            note = json.loads(self._note_path(name).read_text())
+        except (OSError, ValueError):
+            return {}
+        return note if isinstance(note, dict) else {}
+
+    def _write_note(self, name: str, note: Mapping[str, Any]) -> None:
+        path = self._note_path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, (json.dumps(note, indent=1) + "\n").encode())
+
+    def _identity(self, cell: Cell) -> str:
+        return self._hash({"command": cell.words, "recording": self._recorded() if cell.replay else ""})
+
+    def _hash(self, facts: Mapping[str, Any]) -> str:
+        text = json.dumps({"asked": self._asked, **facts}, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _recorded(self) -> str:
+        """Hash of what the recording says of itself; empty where there is none."""
+        path = self.recording / "record.json"
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def left_s(done: Sequence[Done], todo: Sequence[Cell]) -> float:
+    """Seconds that ``todo`` will take: as long as the median cell of its group, or of all where its group has none."""
+    walls: dict[str, list[float]] = {}
+    for each in done:
+        walls.setdefault(each.cell.group, []).append(each.wall_s)
+    everything = [each.wall_s for each in done]
+    return sum(statistics.median(walls.get(cell.group, everything)) for cell in todo)
+
+
+def code_hash() -> str:
+    """Of every source file of the package: runs of other code are none of this check."""
+    package = Path(stretto.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of each file of a model folder; empty for a hub id."""
+    if not folder.is_dir():
+        return {}
+    return {p.name: (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.iterdir()) if p.is_file()}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """A terminal's Ctrl-C has reached it already; anything else has not."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(ENDS_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _lines(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except OSError:
+        return 0
