@@ -91,6 +91,7 @@ def assert_same(one: Path, other: Path, updates: int) -> None:
     assert all(torch.equal(weights[n], again[n]) for n in weights)
 
 
+@pytest.mark.long
 @pytest.mark.case("G1")
 def test_a_run_resumed_twice_first_at_the_end_of_an_epoch_is_the_run_that_went_straight_on(tmp_path):
     """Epochs of 10 prompts, 5 an update; saved after update 2, which ends the first, and resumed there and later."""
