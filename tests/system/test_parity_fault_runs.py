@@ -74,7 +74,7 @@ def test_two_clean_runs_are_the_same(clean):
         ("reward_off", "raw rewards", PARTITION, OF_GROUP),
         ("schedule_off_by_one", "microbatch schedule", PARTITION, range(GROUPS * N // 2)),
         ("stale_weight", "rollout log-probs", 2, [0]),  # version 1 makes partition 2
-        ("dropped_token", "response lengths", PARTITION, [GROUP * N + SAMPLE]),
+        ("dropped_token", "response tokens", PARTITION, [GROUP * N + SAMPLE]),
     ],
 )
 def test_a_fault_is_found_and_its_sample_is_named(
@@ -95,7 +95,11 @@ def test_a_fault_is_found_and_its_sample_is_named(
         assert row.first.b == "chunk 0, rank 0, microbatch 1, row 0"
     if fault == "shifted_mask":
         assert row.first.token == 0
-        assert not differing(verdict) & {*INPUTS, "advantages", "microbatch schedule", "old-policy log-probs"}
+        assert not differing(verdict) & {*INPUTS, "advantages", "microbatch schedule"}
+        assert verdict["old-policy log-probs"].first.update == 2  # under the weights that came of it
+    if fault == "dropped_token":
+        assert row.first.b is None and row.distance.differing == 1  # the first run has the token
+        assert verdict["response lengths"].first.sample == row.first.sample
     if fault == "stale_weight":
         assert not differing(verdict) & {"prompt tokens", "multimodal tensors", "policy versions"}
 
