@@ -86,7 +86,9 @@ def test_stopping_after_any_update_changes_no_bit(straight, tmp_path, staleness,
     assert_same_run(straight(staleness), stopped_and_resumed_run(tmp_path, staleness, stop_after))
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "staleness", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(2, marks=pytest.mark.long)]
+)
 def test_partition_k_is_generated_by_version_k_minus_s(straight, staleness):
     events = read_events(straight(staleness) / "events.jsonl")
     made = {(e["partition"], e["version"]) for e in events if e["name"] == "rollout.generate"}
