@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from stretto.config import Config
 from stretto.switches.base import R_WITH_S, Event, Evidence, Exact, Facts, Numerics, named
 
+HAND_OVER_NS = 100_000_000
+"""From a claim to its first forward pass schedule, call and fetch; what comes within it leaves nothing to overlap."""
+
 
 class ChunkOverlap:
     name = "chunk_overlap"
@@ -57,8 +60,8 @@ class ChunkOverlap:
         return config.with_seams(phase1="chunks")
 
     def engaged(self, events: Sequence[Event]) -> Evidence:
-        """Every partition was claimed chunk by chunk, and forwards began before its last group was put wherever that
-        was put after phase 1 began.
+        """Every partition was claimed chunk by chunk; and of those whose last group was put when a forward of their
+        first chunk could long have begun, one at least was forwarded meanwhile.
         """
         claims = defaultdict(list)
         for span in named(events, "loop.claim"):
@@ -73,7 +76,7 @@ class ChunkOverlap:
             if k is not None and span.get("role") == "old":
                 forwards[k] = min(forwards.get(k, float("inf")), span["start_ns"])
         whole = [k for k, spans in claims.items() if len(spans) < 2 and spans[0].get("chunks", 1) > 1]
-        chances = [k for k, spans in claims.items() if puts.get(k, 0.0) > min(span["start_ns"] for span in spans)]
+        chances = [k for k, spans in claims.items() if puts.get(k, 0.0) > min(map(_end, spans)) + HAND_OVER_NS]
         overlapped = [k for k in chances if forwards.get(k, float("inf")) < puts[k]]
         facts = (
             f"{len(claims) - len(whole)} of {len(claims)} partitions claimed chunk by chunk",

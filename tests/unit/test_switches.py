@@ -255,9 +255,14 @@ def test_r_engaged_counts_forwards_and_samples():
 
 
 def partition(k, claims, put_end, forward_start):
-    chunks = [span("loop.claim", at, at + 1, partition=k, chunk=c, chunks=2) for c, at in enumerate(claims)]
-    puts = [span("plane.put", put_end - 5, put_end, partition=k, group=0)]
-    return [*chunks, *puts, span("actor.forward", forward_start, forward_start + 3, role="old", partition=k)]
+    """Times in tenths of a second."""
+    tenth = 10**8
+    chunks = [
+        span("loop.claim", at * tenth, (at + 1) * tenth, partition=k, chunk=c, chunks=2) for c, at in enumerate(claims)
+    ]
+    puts = [span("plane.put", (put_end - 5) * tenth, put_end * tenth, partition=k, group=0)]
+    forward = span("actor.forward", forward_start * tenth, (forward_start + 3) * tenth, role="old", partition=k)
+    return [*chunks, *puts, forward]
 
 
 def test_s_engaged_needs_overlap_where_there_was_a_chance():
@@ -268,6 +273,8 @@ def test_s_engaged_needs_overlap_where_there_was_a_chance():
     assert not S.engaged(late).ok  # a chance, and no overlap
     nothing = S.engaged(idle)
     assert nothing.ok and not nothing.opportunity  # engaged, nothing to overlap
+    at_once = S.engaged(partition(3, (0, 1), put_end=1.5, forward_start=1.6))  # the last group right after the first
+    assert at_once.ok and not at_once.opportunity
     whole = [span("loop.claim", 0, 1, partition=0, chunk=0, chunks=2)]
     assert not S.engaged(whole).ok
 
