@@ -38,6 +38,13 @@ def test_without_aa_scatter_the_interval_decides_alone(blocks):
     assert by_rules(blocks, aa_ratio=0.0) == pytest.approx(by_interval(blocks), rel=0.01)
 
 
+def test_at_five_blocks_the_signs_cost_some_power_and_at_six_there_is_no_such_rule():
+    # 80 % of the least of five normal deviates lie above -1.71: P(all > -x) = Phi(x)^5 = 0.8 at x = 1.710; with the
+    # interval's own 1.68 both must hold, which takes a little more.
+    assert 1.75 < by_rules(5, aa_ratio=0.0) < 1.90
+    assert by_rules(6, aa_ratio=0.0) == pytest.approx(by_interval(6), rel=0.01)
+
+
 def test_more_blocks_detect_no_smaller_effect_once_the_largest_aa_difference_decides():
     found = [by_rules(blocks, ALIKE) for blocks in (2, 3, 4, 5, 6, 8, 16)]
     assert found == pytest.approx([11.6, 3.36, 2.59, 2.52, 2.53, 2.64, 2.89], rel=0.02)

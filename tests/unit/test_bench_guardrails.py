@@ -123,3 +123,13 @@ def test_one_slow_run_of_four_is_no_evidence_and_four_are():
     assert one_ratio > 1.2 and one_lower < 1.05
     assert p95_ratio(blocks([1.2, 1.2, 1.2, 1.2]), WINDOW)[1] > 1.05
     assert p95_ratio(blocks([1.0, 1.0, 1.0, 1.0]), WINDOW)[1] < 1.05
+
+
+def test_the_step_guardrail_needs_more_than_a_ratio_above_its_bound():
+    def slower(factor: float) -> PairedFacts:
+        return against(cell(steps=replace(cell().steps, seconds=np.full(40, factor))))
+
+    # The p95 of all 160 steps is that of the slow run, a ratio of 1.6; many draws are without that run.
+    assert status(slower(1.6), EQUAL, EQUAL, EQUAL)["step p95"] == "passed"
+    assert status(*[slower(1.06)] * 4)["step p95"] == "failed"
+    assert status(*[slower(1.06)] * 4, step_p95_ratio=1.07)["step p95"] == "passed"

@@ -52,6 +52,7 @@ def test_forty_measured_updates_after_warm_up_in_two_blocks_are_a_steady_state()
         ({"windows": [Window(5, 43)]}, "39 measured updates"),
         ({"windows": [Window(5, 24), Window(26, 44)]}, "39 measured updates"),
         ({"processes": [*cells(2, 45), Process("P+S", 2, 102, 44)]}, "39 measured updates"),
+        ({"windows": [Window(0, 44)], "warmup": 6}, "39 measured updates"),
         ({"windows": [Window(4, 44)]}, "window 4-44 touches the warm-up of 5 updates"),
         ({"windows": [Window(0, 44)], "warmup": 0}, "no warm-up"),
         ({"declared": False}, "not the one that the runs began with"),
