@@ -74,7 +74,7 @@ class Recording:
 
     Attributes:
         config: the options of the run that was recorded, without seams.
-        model: ``fingerprint`` of all of its version-0 parameters (16 hex digits), and of those that are trained (``parameters``).
+        model: ``fingerprint`` of all version-0 parameters (16 hex digits); ``parameters``: that of those trained.
         data: what its manifest said of the training data.
         digest: SHA-256 (hex) of ``record.json``, which holds that of every other file: equal digests, equal content.
 
