@@ -56,12 +56,12 @@ def phase1(harness: RayHarness, kind: Any, actor: Actor, timeout_s: float = 20.0
 
 
 def slowly(harness: RayHarness, k: int, groups: Any, pause_s: float) -> list[float]:
-    """Put groups one after the other; the times at which each was there."""
+    """Put groups one after the other; when each was handed over (it may be claimed before the put returns)."""
     times = []
     for group in groups:
         time.sleep(pause_s)
-        harness.put(k, group)
         times.append(time.time())
+        harness.put(k, group)
     return times
 
 
