@@ -29,6 +29,7 @@ class Update:
     metrics  of the line of ``metrics.jsonl``
     tensors  kind (``parameters``, …) -> names, in the order of ``hash.<kind>`` in ``columns``
     n        samples per prompt group
+    samples  that a partition has by the options of the run; None: not known
     """
 
     update: int
@@ -37,6 +38,7 @@ class Update:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Sequence[str]] = field(default_factory=dict)
     n: int = 1
+    samples: int | None = None
 
 
 class RunFolder:
@@ -92,6 +94,7 @@ class RunFolder:
             metrics=self._metrics.get(k, {}),
             tensors=self.tensors,
             n=self.config.rollout.n_samples_per_prompt,
+            samples=self.config.rollout.prompts_per_partition * self.config.rollout.n_samples_per_prompt,
         )
 
     def prints(self, k: int) -> Mapping[str, Any]:

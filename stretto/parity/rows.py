@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from stretto.observe.raw import RAGGED
 from stretto.parity.folder import Update
 from stretto.parity.verdict import Difference, Distance, Phase, Value
 
@@ -25,11 +26,15 @@ NOTHING = Distance(compared=0, differing=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What two updates have of one quantity: how far apart, the first difference, or why it is ``absent``."""
+    """What two updates have of one quantity: how far apart, the first difference, or why it is ``absent``.
+
+    broken  the record is there, and not whole: fingerprints that agree do not make up for it
+    """
 
     distance: Distance = NOTHING
     first: Difference | None = None
     absent: str = ""
+    broken: bool = False
 
 
 Finder = Callable[["Quantity", Update, Update], Found]
@@ -52,7 +57,7 @@ class Quantity:
         found = self.find(self, a, b)
         printed = [name for name in self.prints if name in a.prints and name in b.prints]
         if found.absent:
-            if not printed or len(printed) < len(self.prints):
+            if found.broken or not printed or len(printed) < len(self.prints):
                 return found
             found = Found(distance=Distance(compared=len(printed), differing=0, unit=self.unit))
         apart = [name for name in printed if a.prints[name] != b.prints[name]]
@@ -75,6 +80,8 @@ def samples(quantity: Quantity, a: Update, b: Update) -> Found:
     """Columns with a value a sample; two columns and more are one value together."""
     if absent := _missing(quantity.columns, a, b):
         return Found(absent=absent)
+    if broken := _broken(quantity.columns, a, b):
+        return Found(absent=broken, broken=True)
     keys = [np.asarray(update.columns["global_index"], np.int64) << _TOKEN_BITS for update in (a, b)]
     return _entries(quantity, a, b, keys[0], keys[1])
 
@@ -83,6 +90,8 @@ def tokens(quantity: Quantity, a: Update, b: Update) -> Found:
     """A column with a value a response token."""
     if absent := _missing(quantity.columns, a, b):
         return Found(absent=absent)
+    if broken := _broken(quantity.columns, a, b):
+        return Found(absent=broken, broken=True)
     return _entries(quantity, a, b, _token_keys(a), _token_keys(b))
 
 
@@ -169,6 +178,23 @@ def _missing(columns: Sequence[str], a: Update, b: Update) -> str:
     return ""
 
 
+def _broken(columns: Sequence[str], a: Update, b: Update) -> str:
+    """Why what is on record is not all of an update; empty where it is. Nothing compared would read as equal."""
+    for update, which in ((a, "the first"), (b, "the second")):
+        index, lengths = update.columns["global_index"], update.columns["lengths"]
+        if not len(index) or len(index) != (len(index) if update.samples is None else update.samples):
+            wanted = "" if update.samples is None else f" of {update.samples}"
+            return f"{which} run has {len(index)}{wanted} samples on record at update {update.update}"
+        for name in columns:
+            rows = int(lengths.sum()) if name in RAGGED else len(index)
+            if len(update.columns[name]) != rows:
+                return (
+                    f"{which} run has {len(update.columns[name])} values of column {name} on record at update "
+                    f"{update.update}, which has {rows}"
+                )
+    return ""
+
+
 def _bits(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
 
@@ -239,6 +265,9 @@ def tensors(quantity: Quantity, a: Update, b: Update) -> Found:
             return Found(absent=f"{which} run has no hashes of its {kind} on record at update {update.update}")
         hashed.append(dict(zip(names, update.columns[column].tolist(), strict=True)))
     x, y = hashed
+    if not x or not y:
+        which = "second" if x else "first"
+        return Found(absent=f"the {which} run has hashes of no {kind} at update {a.update}", broken=True)
     apart = [name for name in [*x, *(y.keys() - x.keys())] if x.get(name) != y.get(name)]
     distance = Distance(compared=len(x.keys() | y.keys()), differing=len(apart), unit=quantity.unit)
     if not apart:

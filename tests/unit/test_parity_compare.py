@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -351,19 +353,54 @@ def test_an_update_without_raw_values_or_metrics_is_absent(run, other):
     assert compare(run, other)["loss"].status == "absent"
 
 
-def test_a_sample_that_one_run_alone_has_is_named(run, other):
-    def drop(columns: parity_case.Columns) -> None:
-        tokens = np.repeat(columns["global_index"], columns["lengths"]) != 6
-        samples = columns["global_index"] != 6
+def keep(run: Path, update: int, wanted: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Of an update, the samples alone whose ``global_index`` is wanted."""
+
+    def change(columns: parity_case.Columns) -> None:
+        samples = wanted(columns["global_index"])
+        tokens = np.repeat(samples, columns["lengths"])
         for name, values in columns.items():
             if not name.startswith("hash."):
                 columns[name] = values[samples if len(values) == 12 else tokens]
 
-    edit_columns(other, 1, drop)
-    verdict = compare(run, other)
-    row = verdict["rewards"]
+    edit_columns(run, update, change)
+
+
+def test_a_sample_that_one_run_alone_has_is_named(run, other):
+    edit_columns(other, 1, lambda c: c["global_index"].__setitem__(6, 99))
+    row = compare(run, other)["rewards"]
     assert (row.first.sample, row.first.a, row.first.b) == (6, 1.0, None)
-    assert row.distance.compared == 48 and row.distance.differing == 1
+    assert row.distance.compared == 49 and row.distance.differing == 2
+
+
+@pytest.mark.parametrize("left", [11, 0])
+def test_samples_that_neither_run_has_on_record_are_not_equal(run, other, tmp_path, left):
+    one = copy(run, tmp_path / "one")
+    for folder in (one, other):
+        keep(folder, 1, lambda index: index < left)
+    verdict = compare(one, other)
+    names = {*INPUTS, "old-policy log-probs", "training log-probs", "microbatch schedule"}
+    assert statuses(verdict, *names) == {"absent"} and verdict.exit_code == 1
+    assert f"the first run has {left} of 12 samples on record at update 1" in verdict["raw rewards"].note
+
+
+def test_a_column_that_is_cut_short_is_not_equal(run, other, tmp_path):
+    one = copy(run, tmp_path / "one")
+    for folder in (one, other):
+        edit_columns(folder, 1, lambda c: c.update(old_logprobs=c["old_logprobs"][:0], truncated=c["truncated"][:5]))
+    verdict = compare(one, other)
+    assert statuses(verdict, "old-policy log-probs", "truncation") == {"absent"}
+    assert "0 values of column old_logprobs on record at update 1, which has 42" in table.text(verdict)
+
+
+def test_hashes_of_no_tensor_are_not_equal(run, other, tmp_path):
+    one = copy(run, tmp_path / "one")
+    for folder in (one, other):
+        names = json.loads(tensors_path(folder).read_text())
+        tensors_path(folder).write_text(json.dumps(names | {"gradients": []}))
+        for k in range(UPDATES):
+            edit_columns(folder, k, lambda c: c.update({"hash.gradients": c["hash.gradients"][:0]}))
+    assert compare(one, other)["gradients"].status == "absent"
 
 
 def test_values_that_are_not_numbers_are_compared_by_their_bits(run, other, tmp_path):
