@@ -9,7 +9,7 @@ from pathlib import Path
 from stretto.observe.lineage import write_atomically
 from stretto.parity import table
 from stretto.parity.bisect import bisect
-from stretto.parity.compare import compare
+from stretto.parity.compare import compare, require_another
 from stretto.parity.verdict import Incomparable
 from stretto.types import ConfigError
 
@@ -34,6 +34,8 @@ def compare_runs(
     if bisected and out is None:
         raise ConfigError(["--bisect: both runs are run again in OUT/bisect; name a folder with --out"])
     try:
+        if control is not None:
+            require_another(b, control)
         verdict = compare(a, b, control, updates=updates)
     except Incomparable as error:
         print(f"error: {error}", file=sys.stderr)

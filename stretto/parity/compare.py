@@ -20,10 +20,13 @@ def compare(a: Path | str, b: Path | str, control: Path | str | None = None, *, 
     is undecidable. ``updates``: compare so many from update 0 on, where runs are of different length; None: all.
 
     Raises:
-        Incomparable: runs of other model, data, seed, options that decide numbers, or length.
+        Incomparable: runs of other model, data, seed, options that decide numbers, or length; or one run twice.
         StrettoError: a folder holds no run, or one that cannot be read.
     """
     one, other = RunFolder(a), RunFolder(b)
+    require_another(a, b)
+    if control is not None:
+        require_another(a, control)
     count = require_comparable(one, other, updates)
     twin = None if control is None else RunFolder(control)
     if twin is not None:
@@ -47,12 +50,20 @@ def compare(a: Path | str, b: Path | str, control: Path | str | None = None, *, 
     )
 
 
+def require_another(a: Path | str, b: Path | str) -> None:
+    """Raises Incomparable where both name one folder: a run held against itself shows nothing."""
+    if Path(a).exists() and Path(b).exists() and Path(a).samefile(b):
+        raise Incomparable(f"{a} and {b} are one folder: a run is equal to itself; name two runs")
+
+
 def _require_control(a: RunFolder, control: RunFolder, updates: int) -> None:
     """Raises Incomparable where ``control`` is no second run of what ``a`` ran."""
     require_comparable(a, control, updates)
     apart = topology(a, control)
     if a.condition != control.condition:
         apart["condition"] = (a.condition, control.condition)
+    if a.replay != control.replay:
+        apart["replay"] = (a.replay, control.replay)
     if apart:
         told = ", ".join(f"{name} {x} against {y}" for name, (x, y) in apart.items())
         raise Incomparable(f"{control.path} is no control of {a.path}, which it must repeat: {told}")

@@ -153,7 +153,7 @@ def test_a_run_that_does_not_repeat_is_said_to_have_gone_astray(run, flipped, tm
 
 
 def test_equal_runs_have_nothing_to_bisect(run, tmp_path):
-    assert bisect.bisect(compare(run, run), tmp_path / "again") is None
+    assert bisect.bisect(compare(run, copy(run, tmp_path / "b")), tmp_path / "again") is None
     assert not (tmp_path / "again").exists()
 
 
@@ -161,15 +161,24 @@ def test_equal_runs_have_nothing_to_bisect(run, tmp_path):
 
 
 def test_the_command_exits_with_the_verdict(run, flipped, tmp_path):
-    code, output = command(run, flipped, "--control", run, "--out", tmp_path / "out")
+    again = copy(run, tmp_path / "again")
+    code, output = command(run, flipped, "--control", again, "--out", tmp_path / "out")
     assert code == 1
     assert f"first divergence: parameters: update 1, parameters, tensor {NAME}" in " ".join(output.split())
     assert json.loads((tmp_path / "out/parity.json").read_text())["exit_code"] == 1
     assert (tmp_path / "out/parity.md").read_text().startswith("# Parity: B against B")
-    assert command(run, run)[0] == 0
+    assert command(run, again)[0] == 0
     control = edit_columns(copy(run, tmp_path / "c"), 0, lambda c: parity_case.nudge(c["old_logprobs"], 0))
-    code, output = command(run, run, "--control", control)
+    code, output = command(run, again, "--control", control)
     assert code == 3 and "undecidable" in output
+
+
+@pytest.mark.parametrize("names", ["aa", "aba", "abb"])
+def test_the_command_refuses_a_run_that_is_named_twice(run, tmp_path, names):
+    folders = {"a": run, "b": copy(run, tmp_path / "b")}
+    a, b, *control = (folders[name] for name in names)
+    code, output = command(a, b, *(["--control", control[0]] if control else []))
+    assert code == 2 and "are one folder" in " ".join(output.split())
 
 
 def test_the_command_refuses_runs_that_do_not_compare(run, tmp_path):

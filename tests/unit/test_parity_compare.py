@@ -232,6 +232,22 @@ def test_a_control_repeats_the_first_run(run, other, tmp_path):
             compare(run, other, control)
 
 
+def test_a_run_is_not_held_against_itself(run, other, tmp_path):
+    (tmp_path / "link").symlink_to(run)
+    for arguments in ((run, run), (run, tmp_path / "link"), (run, other, run)):
+        with pytest.raises(Incomparable, match="are one folder"):
+            compare(*arguments)
+    assert compare(run, other, other).exit_code == 0  # the control pair itself, as a row of a check
+
+
+def test_a_replay_is_no_control_of_a_live_run(run, other, tmp_path):
+    control = edit_session(copy(run, tmp_path / "control"), **REPLAY)
+    with pytest.raises(Incomparable, match="replay False against True"):
+        compare(run, other, control)
+    replayed = edit_session(copy(run, tmp_path / "replayed"), **REPLAY)
+    assert compare(replayed, other, control).exit_code == 0
+
+
 def test_a_fast_run_is_measured_against_the_control_pair(run, other, tmp_path):
     one, control = (edit_session(copy(run, tmp_path / name), **FAST) for name in ("one", "control"))
     edit_session(other, **FAST)
