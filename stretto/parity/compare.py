@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stretto.parity.folder import RunFolder, Update
 from stretto.parity.rows import QUANTITIES, Found, Quantity
-from stretto.parity.terms import Terms, require_comparable, terms, topology
+from stretto.parity.terms import Terms, require_comparable, terms, topology, unfinished
 from stretto.parity.verdict import Distance, Incomparable, Row, Status, Verdict
 
 
@@ -17,10 +17,12 @@ def compare(a: Path | str, b: Path | str, control: Path | str | None = None, *, 
     """The table of runs ``a`` and ``b``. Reads their folders alone, and writes nothing.
 
     ``control``: a second run of the very condition and topology of ``a``; where it differs from ``a``, the row of ``b``
-    is undecidable. ``updates``: compare so many from update 0 on, where runs are of different length; None: all.
+    is undecidable. ``updates``: compare so many from update 0 on, where runs are of different length or did not finish;
+    None: all.
 
     Raises:
-        Incomparable: runs of other model, data, seed, options that decide numbers, or length; or one run twice.
+        Incomparable: runs of other model, data, seed, options that decide numbers, or length; one run twice; runs that
+            did not finish, unless ``updates`` says how much of them counts.
         StrettoError: a folder holds no run, or one that cannot be read.
     """
     one, other = RunFolder(a), RunFolder(b)
@@ -30,7 +32,7 @@ def compare(a: Path | str, b: Path | str, control: Path | str | None = None, *, 
     count = require_comparable(one, other, updates)
     twin = None if control is None else RunFolder(control)
     if twin is not None:
-        _require_control(one, twin, count)
+        _require_control(one, twin, count, whole=updates is None)
     agreed = terms(one, other, count)
     found: list[list[_At]] = [[] for _ in QUANTITIES]
     for k in range(count):
@@ -56,9 +58,11 @@ def require_another(a: Path | str, b: Path | str) -> None:
         raise Incomparable(f"{a} and {b} are one folder: a run is equal to itself; name two runs")
 
 
-def _require_control(a: RunFolder, control: RunFolder, updates: int) -> None:
+def _require_control(a: RunFolder, control: RunFolder, updates: int, *, whole: bool) -> None:
     """Raises Incomparable where ``control`` is no second run of what ``a`` ran."""
     require_comparable(a, control, updates)
+    if whole and (reason := unfinished(control)):
+        raise Incomparable(reason)
     apart = topology(a, control)
     if a.condition != control.condition:
         apart["condition"] = (a.condition, control.condition)
@@ -75,12 +79,7 @@ def _newest_version(update: Update) -> int:
 
 
 def _notes(agreed: Terms, runs: Sequence[RunFolder]) -> tuple[str, ...]:
-    unfinished = [
-        f"{run.path} is {run.session.get('status')}, not finished"
-        for run in runs
-        if run.session.get("status") != "finished"
-    ]
-    return (*agreed.notes, *unfinished)
+    return (*agreed.notes, *filter(None, map(unfinished, runs)))
 
 
 @dataclass(frozen=True)

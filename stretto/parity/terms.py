@@ -62,11 +62,20 @@ def require_comparable(a: RunFolder, b: RunFolder, updates: int | None) -> int:
             f"length: {a.updates} updates in {a.path}, {b.updates} in {b.path}; compare the first "
             f"{min(lengths)} of both with --updates {min(lengths)}"
         )
-    elif updates is not None and not 1 <= updates <= min(lengths):
+    if updates is None:
+        least = f"; compare what both have trained with --updates {min(lengths)}"
+        reasons += [f"{reason}{least}" for run in (a, b) if (reason := unfinished(run))]
+    elif not 1 <= updates <= min(lengths):
         reasons.append(f"length: {updates} updates asked for, {a.updates} in {a.path}, {b.updates} in {b.path}")
     if reasons:
         raise Incomparable("these runs do not compare:\n" + "\n".join(f"- {reason}" for reason in reasons))
     return updates or a.updates
+
+
+def unfinished(run: RunFolder) -> str:
+    """That a run did not train to its end, which two runs that failed alike would hide; empty where it did."""
+    status = run.session.get("status")
+    return "" if status == "finished" else f"{run.path} is {status}, not finished"
 
 
 def _reasons(a: RunFolder, b: RunFolder) -> Iterator[str]:

@@ -440,8 +440,21 @@ def test_a_folder_without_a_run_is_refused(run, tmp_path):
 
 
 def test_a_run_that_did_not_finish_is_said_to_have_not(run, other):
-    verdict = compare(run, edit_session(other, status="interrupted"))
+    verdict = compare(run, edit_session(other, status="interrupted"), updates=UPDATES)
     assert verdict.exit_code == 0 and any("is interrupted, not finished" in note for note in verdict.notes)
+
+
+def test_runs_that_did_not_finish_are_refused_unless_updates_are_named(run, other, tmp_path):
+    one = edit_session(copy(run, tmp_path / "one"), status="failed")
+    edit_session(other, status="failed")
+    with pytest.raises(Incomparable) as error:
+        compare(one, other)
+    assert str(error.value).count("is failed, not finished; compare what both have trained with --updates 4") == 2
+    assert compare(one, other, updates=2).exit_code == 0
+    good = copy(run, tmp_path / "good")
+    with pytest.raises(Incomparable, match="is failed, not finished"):
+        compare(run, good, one)
+    assert compare(run, good, one, updates=2).exit_code == 0
 
 
 def test_the_symmetric_difference():
