@@ -79,6 +79,8 @@ def unfinished(run: RunFolder) -> str:
 
 
 def _reasons(a: RunFolder, b: RunFolder) -> Iterator[str]:
+    for run in (a, b):
+        yield from changed(run)
     free = FREE + TOPOLOGY + ROLLOUT_TOPOLOGY + (FREE_OF_A_RECORDING if a.replay or b.replay else ())
     models = _model(a), _model(b)
     if None not in models:
@@ -87,12 +89,42 @@ def _reasons(a: RunFolder, b: RunFolder) -> Iterator[str]:
             yield f"model: version-0 parameters {models[0]} in {a.path}, {models[1]} in {b.path}"
     x, y = _options(a), _options(b)
     for name in x:
-        if x[name] != y[name] and not any(name == f or (f.endswith(".") and name.startswith(f)) for f in free):
+        if x[name] != y[name] and not _among(name, free):
             yield f"{name}: {x[name]!r} in {a.path}, {y[name]!r} in {b.path}"
     what = "recording" if a.replay and b.replay else "data"
     prints = [_data(run, recorded=a.replay != b.replay) for run in (a, b)]
     if None not in prints and prints[0] != prints[1]:
         yield f"{what}: fingerprint {prints[0]} in {a.path}, {prints[1]} in {b.path}"
+
+
+def _among(name: str, options: tuple[str, ...]) -> bool:
+    return any(name == option or (option.endswith(".") and name.startswith(option)) for option in options)
+
+
+FREE_OF_A_SESSION = tuple(name for name in FREE if name not in ("run.determinism", "switches."))
+"""Options that may change where a run is resumed."""
+
+
+def changed(run: RunFolder) -> Iterator[str]:
+    """What the sessions of a resumed run differ in, and is read of the last alone: the others would pass for it."""
+    *earlier, last = map(_facts_of_session, run.sessions)
+    for i, session in enumerate(earlier):
+        for name in sorted(session.keys() & last.keys()):
+            if session[name] != last[name]:
+                yield (
+                    f"{run.path} was resumed under another {name}: {session[name]!r} in session {i}, {last[name]!r} in "
+                    "the last; a run that was not is needed"
+                )
+
+
+def _facts_of_session(session: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a session decides numbers, by name; without what it ended too early to find out."""
+    found = {name: value for name, value in _flat(session["config"]) if not _among(name, FREE_OF_A_SESSION)}
+    if "switches" in session:
+        found["switches"] = session["switches"]
+    if "actor" in session.get("determinism", {}):
+        found |= {"engine threads": _engine_threads(session), **_machine(session)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _data(run: RunFolder, *, recorded: bool) -> Any:
@@ -115,7 +147,7 @@ def _options(run: RunFolder) -> dict[str, Any]:
     config = run.config
     options = dict(_flat(config.model_dump()))
     options["algorithm.importance_correction"] = config.importance_correction
-    options["actor.layout"] = config.actor.layout_on(_device(run))
+    options["actor.layout"] = config.actor.layout_on(_device(run.session))
     return options
 
 
@@ -127,17 +159,16 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{name}", value
 
 
-def _device(run: RunFolder) -> str:
-    return str(run.session.get("determinism", {}).get("actor", {}).get("device", "cpu"))
+def _device(session: Mapping[str, Any]) -> str:
+    return str(session.get("determinism", {}).get("actor", {}).get("device", "cpu"))
 
 
-def _machine(run: RunFolder) -> dict[str, Any]:
+def _machine(session: Mapping[str, Any]) -> dict[str, Any]:
     """What shapes arithmetic besides options."""
-    session = run.session
     actor = session.get("determinism", {}).get("actor", {})
     rank = actor.get("ranks", [actor])[0]
     hardware, versions = session.get("hardware", {}), session.get("versions", {})
-    device = _device(run)
+    device = _device(session)
     return {
         "device": device,
         "actor threads": rank.get("torch_threads"),
@@ -147,15 +178,15 @@ def _machine(run: RunFolder) -> dict[str, Any]:
     }
 
 
-def _engine_threads(run: RunFolder) -> Any:
-    engines = run.session.get("determinism", {}).get("rollout", {}).get("engines") or [{}]
+def _engine_threads(session: Mapping[str, Any]) -> Any:
+    engines = session.get("determinism", {}).get("rollout", {}).get("engines") or [{}]
     return engines[0].get("torch_threads")
 
 
 def topology(a: RunFolder, b: RunFolder) -> dict[str, tuple[Any, Any]]:
     """What shapes the arithmetic of the actor, and differs."""
-    x = {name: _options(a)[name] for name in TOPOLOGY} | _machine(a)
-    y = {name: _options(b)[name] for name in TOPOLOGY} | _machine(b)
+    x = {name: _options(a)[name] for name in TOPOLOGY} | _machine(a.session)
+    y = {name: _options(b)[name] for name in TOPOLOGY} | _machine(b.session)
     return {name: (x[name], y[name]) for name in x if x[name] != y[name]}
 
 
@@ -163,8 +194,8 @@ def rollout_topology(a: RunFolder, b: RunFolder) -> dict[str, tuple[Any, Any]]:
     """What shapes the arithmetic of rollouts, and differs; nothing where one of the runs trains on a recording."""
     if a.replay or b.replay:
         return {}
-    x = {name: _options(a)[name] for name in ROLLOUT_TOPOLOGY} | {"engine threads": _engine_threads(a)}
-    y = {name: _options(b)[name] for name in ROLLOUT_TOPOLOGY} | {"engine threads": _engine_threads(b)}
+    x = {name: _options(a)[name] for name in ROLLOUT_TOPOLOGY} | {"engine threads": _engine_threads(a.session)}
+    y = {name: _options(b)[name] for name in ROLLOUT_TOPOLOGY} | {"engine threads": _engine_threads(b.session)}
     return {name: (x[name], y[name]) for name in x if x[name] != y[name]}
 
 

@@ -457,6 +457,48 @@ def test_runs_that_did_not_finish_are_refused_unless_updates_are_named(run, othe
     assert compare(run, good, one, updates=2).exit_code == 0
 
 
+def resumed(run: Path, **changes: Any) -> Path:
+    """Gives it a second session, with these changes."""
+    path = run / "manifest.json"
+    data = json.loads(path.read_text())
+    data["sessions"].append(json.loads(json.dumps(data["sessions"][0])))
+    path.write_text(json.dumps(data))
+    return edit_session(run, **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"switches": {"condition": "P"}}, "another switches"),
+        ({"config": {"switches": {"processor_pool": 2}}}, "another switches.processor_pool: 0 in session 0, 2 in"),
+        ({"config": {"run": {"determinism": "fast"}}}, "another run.determinism: 'exact' in session 0, 'fast' in"),
+        ({"config": {"actor": {"data_parallel": 2}}}, "another actor.data_parallel"),
+        ({"determinism": {"actor": {"device": "cuda"}}}, "another device: 'cpu' in session 0, 'cuda' in"),
+        ({"determinism": {"actor": {"torch_threads": 4}}}, "another actor threads: 1 in session 0, 4 in"),
+        ({"hardware": {"cpu": "another CPU"}}, "another hardware: 'a CPU'"),
+        ({"versions": {"torch": "2.14.0"}}, "another torch: '2.13.0'"),
+    ],
+)
+def test_a_run_that_was_resumed_under_something_else_is_refused(run, other, tmp_path, change, said):
+    resumed(other, **change)
+    with pytest.raises(Incomparable, match=said):
+        compare(run, other)
+    with pytest.raises(Incomparable, match=said):
+        compare(other, run)
+    with pytest.raises(Incomparable, match=said):
+        compare(run, copy(run, tmp_path / "c"), other)
+
+
+def test_a_run_that_was_resumed_as_it_was_is_not(run, other):
+    resumed(other, config={"checkpoint": {"every": 1}, "run": {"dir": "moved"}, "plane": {"lease_s": 9.0}})
+    assert compare(run, other).exit_code == 0
+    path = other / "manifest.json"
+    data = json.loads(path.read_text())
+    del data["sessions"][0]["determinism"], data["sessions"][0]["switches"]  # it ended before it had found out
+    path.write_text(json.dumps(data))
+    assert compare(run, other).exit_code == 0
+
+
 def test_the_symmetric_difference():
     assert symmetric(1.0, 1.0) == 0.0 and symmetric(0.0, 0.0) == 0.0
     assert symmetric(1.0, 3.0) == symmetric(3.0, 1.0) == 1.0
