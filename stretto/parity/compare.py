@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.parity.folder import RunFolder, Update
-from stretto.parity.rows import QUANTITIES, Found, Quantity
+from stretto.parity.rows import QUANTITIES, Found, Origin, Quantity
 from stretto.parity.terms import Terms, require_comparable, terms, topology, unfinished
-from stretto.parity.verdict import Distance, Incomparable, Row, Status, Verdict
+from stretto.parity.verdict import Difference, Distance, Incomparable, Row, Status, Verdict
 
 
 def compare(a: Path | str, b: Path | str, control: Path | str | None = None, *, updates: int | None = None) -> Verdict:
@@ -97,7 +97,8 @@ def _row(quantity: Quantity, ats: Sequence[_At]) -> Row:
     free = [k for k in range(len(ats)) if k not in set(bound)]
     decisive = bound or free
     absent = _absent(ats)
-    status, deciding = _status(ats, bound, free) if not absent else ("absent", [])
+    lost = free if quantity.origin in COMPUTED else []
+    status, deciding = _status(ats, bound, free, lost) if not absent else ("absent", [])
     controls = [at.control for at in ats if at.control is not None]
     later = total([ats[k].found for k in free]) if bound and free else None
     return Row(
@@ -107,7 +108,7 @@ def _row(quantity: Quantity, ats: Sequence[_At]) -> Row:
         status=status,
         distance=total([ats[k].found for k in decisive]),
         later=later,
-        first=next((f for k in deciding if (f := ats[k].found.first) is not None), None),
+        first=next(filter(None, deciding), None),
         control=total([controls[k] for k in decisive]) if controls else None,
         note=absent,
     )
@@ -122,18 +123,34 @@ def _absent(ats: Sequence[_At]) -> str:
     return ""
 
 
-def _status(ats: Sequence[_At], bound: Sequence[int], free: Sequence[int]) -> tuple[Status, Sequence[int]]:
-    """And the updates whose first difference is to be named."""
+Firsts = Sequence[Difference | None]
+COMPUTED: tuple[Origin, ...] = ("log-probs", "trained")
+"""What the actor computes: at any distance, it is finite in both runs or in none."""
+
+
+def _status(
+    ats: Sequence[_At], bound: Sequence[int], free: Sequence[int], lost: Sequence[int]
+) -> tuple[Status, Firsts]:
+    """And the first difference of each update that decides. ``lost``: the free ones where what is finite in one run
+    alone counts.
+    """
     if any(_differs(ats[k].control) for k in bound):
-        return "undecidable", bound
+        return "undecidable", _firsts(ats, bound)
     over = [k for k in bound if not _allowed(ats[k])]
     if over:
-        return "differs", over
+        return "differs", _firsts(ats, over)
+    if found := [difference for k in lost if (difference := ats[k].found.lost) is not None]:
+        control = any(at.control is not None and at.control.lost is not None for at in (ats[k] for k in lost))
+        return "undecidable" if control else "differs", found
     if any(_differs(ats[k].found) for k in bound):
-        return "within", bound
+        return "within", _firsts(ats, bound)
     if any(_differs(ats[k].found) for k in free):
-        return "distance", free
+        return "distance", _firsts(ats, free)
     return "exact", []
+
+
+def _firsts(ats: Sequence[_At], updates: Sequence[int]) -> Firsts:
+    return [ats[k].found.first for k in updates]
 
 
 def _differs(found: Found | None) -> bool:

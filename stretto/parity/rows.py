@@ -29,12 +29,14 @@ class Found:
     """What two updates have of one quantity: how far apart, the first difference, or why it is ``absent``.
 
     broken  the record is there, and not whole: fingerprints that agree do not make up for it
+    lost    the first value that is finite in one run alone, which no rounding explains
     """
 
     distance: Distance = NOTHING
     first: Difference | None = None
     absent: str = ""
     broken: bool = False
+    lost: Difference | None = None
 
 
 Finder = Callable[["Quantity", Update, Update], Found]
@@ -106,7 +108,7 @@ def _token_keys(update: Update) -> np.ndarray:
 def _entries(quantity: Quantity, a: Update, b: Update, keys_a: np.ndarray, keys_b: np.ndarray) -> Found:
     """Values with the same key are held against each other by their bits; a key of one side alone differs."""
     both, at_a, at_b = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
-    unlike = np.zeros(len(both), np.bool_)
+    unlike, lost = np.zeros(len(both), np.bool_), np.zeros(len(both), np.bool_)
     largest = 0.0
     for name in quantity.columns:
         x, y = a.columns[name][at_a], b.columns[name][at_b]
@@ -115,6 +117,7 @@ def _entries(quantity: Quantity, a: Update, b: Update, keys_a: np.ndarray, keys_
         differs = _bits(x) != _bits(y)
         unlike |= differs
         if quantity.unit:
+            lost |= np.isfinite(x) != np.isfinite(y)
             largest = max([largest, *_magnitudes(x[differs], y[differs]).tolist()])
     alone = np.setxor1d(keys_a, keys_b, assume_unique=True)
     if quantity.unit and len(alone):
@@ -128,7 +131,8 @@ def _entries(quantity: Quantity, a: Update, b: Update, keys_a: np.ndarray, keys_
     keys = np.sort(np.concatenate([both[unlike], alone]))
     if not len(keys):
         return Found(distance=distance)
-    return Found(distance=distance, first=_named(quantity, a, b, int(keys[0]), keys_a, keys_b))
+    named = [_named(quantity, a, b, int(at[0]), keys_a, keys_b) if len(at) else None for at in (keys, both[lost])]
+    return Found(distance=distance, first=named[0], lost=named[1])
 
 
 def _named(quantity: Quantity, a: Update, b: Update, key: int, keys_a: np.ndarray, keys_b: np.ndarray) -> Difference:
@@ -233,7 +237,7 @@ def metric(name: str, apart: Callable[[float, float], float]) -> Finder:
         if same:
             return Found(distance=distance)
         first = Difference(update=a.update, phase=quantity.phase, a=_or_text(x), b=_or_text(y), magnitude=largest)
-        return Found(distance=distance, first=first)
+        return Found(distance=distance, first=first, lost=first if (x is None) != (y is None) else None)
 
     return find
 

@@ -54,7 +54,8 @@ def explain(row: Row) -> str:
         said += f", {row.distance.unit} {first.magnitude:.6g}"
     if first.note:
         said += f" ({first.note})"
-    decided = row.later if row.later is not None and row.status == "distance" else row.distance
+    free = row.later is not None and (row.status == "distance" or not row.distance.differing)
+    decided = row.later if free and row.later is not None else row.distance
     return f"{said}; {decided.differing:,} of {decided.compared:,} differ"
 
 

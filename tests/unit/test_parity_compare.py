@@ -129,6 +129,25 @@ def test_the_same_layout_by_another_name_is_one_topology(run, other):
     assert not compare(run, edit_session(other, config={"actor": {"layout": "shared"}})).topology
 
 
+def test_what_is_finite_in_one_run_alone_fails_at_any_distance(run, other, tmp_path):
+    """Another topology excuses rounding, and no rounding makes a NaN."""
+    edit_session(other, config={"actor": {"data_parallel": 4}})
+    edit_columns(other, 1, lambda c: c["train_logprobs"].__setitem__(2, 0.25))
+    edit_columns(other, 2, lambda c: c["train_logprobs"].__setitem__(5, np.nan))
+    edit_line(other, "metrics.jsonl", 3, lambda line: line.update(grad_norm=None))
+    part(other, 0)
+    verdict = compare(run, other)
+    row = verdict["training log-probs"]
+    assert (row.status, row.required, row.first.update, row.first.sample) == ("differs", "distance", 2, 1)
+    assert "against nan" in table.explain(row) and verdict["gradient norm"].status == "differs"
+    assert verdict.exit_code == 1
+    one = copy(run, tmp_path / "one")
+    for folder in (one, other):
+        edit_columns(folder, 2, lambda c: c["train_logprobs"].__setitem__(5, np.nan))
+        edit_line(folder, "metrics.jsonl", 3, lambda line: line.update(grad_norm=None))
+    assert compare(one, other).exit_code == 0
+
+
 def test_a_fault_in_the_inputs_fails_across_topologies(run, other):
     edit_session(other, config={"actor": {"data_parallel": 4}})
     add(other, "raw_rewards", 1e-6, update=0, at=3)
