@@ -47,7 +47,7 @@ def compare(a: Path | str, b: Path | str, control: Path | str | None = None, *, 
         control=twin.name if twin is not None else None,
         updates=count,
         topology=topology(one, other),
-        rows=tuple(_row(quantity, ats) for quantity, ats in zip(QUANTITIES, found, strict=True)),
+        rows=tuple(_row(quantity, ats, agreed) for quantity, ats in zip(QUANTITIES, found, strict=True)),
         notes=_notes(agreed, [one, other] + ([twin] if twin is not None else [])),
     )
 
@@ -91,12 +91,14 @@ class _At:
     control: Found | None
 
 
-def _row(quantity: Quantity, ats: Sequence[_At]) -> Row:
+def _row(quantity: Quantity, ats: Sequence[_At], agreed: Terms) -> Row:
     """The verdict over all updates. Updates that must agree decide; the others are told besides."""
     bound = [k for k, at in enumerate(ats) if at.allowed < math.inf]
     free = [k for k in range(len(ats)) if k not in set(bound)]
     decisive = bound or free
     absent = _absent(ats)
+    if not absent and quantity.origin in ("log-probs", "training"):
+        absent = agreed.undeclared
     lost = free if quantity.origin in COMPUTED else []
     status, deciding = _status(ats, bound, free, lost) if not absent else ("absent", [])
     controls = [at.control for at in ats if at.control is not None]
@@ -124,7 +126,7 @@ def _absent(ats: Sequence[_At]) -> str:
 
 
 Firsts = Sequence[Difference | None]
-COMPUTED: tuple[Origin, ...] = ("log-probs", "trained")
+COMPUTED: tuple[Origin, ...] = ("log-probs", "training", "norm", "trained")
 """What the actor computes: at any distance, it is finite in both runs or in none."""
 
 

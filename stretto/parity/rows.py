@@ -13,9 +13,10 @@ from stretto.observe.raw import RAGGED
 from stretto.parity.folder import Update
 from stretto.parity.verdict import Difference, Distance, Phase, Value
 
-Origin = Literal["data", "rollout", "schedule", "judged", "log-probs", "trained"]
+Origin = Literal["data", "rollout", "schedule", "judged", "log-probs", "training", "norm", "trained"]
 """What a quantity comes from, and so what may move it: the data; rollouts and their rewards; the schedule; rewards as
-they are judged; log-probs of the actor; what an update makes of them.
+they are judged; log-probs of the actor before and in training; the norm of its gradients; what else an update makes of
+them.
 """
 _TOKEN_BITS = 32
 _PLACE = ("chunk", "rank", "microbatch", "row")
@@ -375,14 +376,14 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity(
         name="training log-probs",
         phase="phase 3",
-        origin="log-probs",
+        origin="training",
         find=tokens,
         columns=("train_logprobs",),
         unit=MAX_ABS,
     ),
     Quantity(name="loss", phase="phase 3", origin="trained", find=metric("loss", absolute), unit=MAX_ABS),
     Quantity(
-        name="gradient norm", phase="phase 3", origin="trained", find=metric("grad_norm", symmetric), unit="relative"
+        name="gradient norm", phase="phase 3", origin="norm", find=metric("grad_norm", symmetric), unit="relative"
     ),
     Quantity(
         name="gradients",

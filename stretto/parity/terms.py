@@ -199,12 +199,19 @@ def rollout_topology(a: RunFolder, b: RunFolder) -> dict[str, tuple[Any, Any]]:
     return {name: (x[name], y[name]) for name in x if x[name] != y[name]}
 
 
+GRADIENT_NORM = 5e-3
+"""Symmetric relative difference of gradient norms at equal parameters under a bounded switch: what the rounding of bfloat16
+explains."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """What is required of two runs.
 
     updates    that are compared
     trained    tolerance of log-probs: 0.0 where every bit must agree, in all that is trained; infinite: distances alone
+    reused     whether training log-probs are exact in spite of ``trained``, which then is of old-policy ones alone
+    undeclared why nothing can be required of log-probs, where a switch is bounded by no number
     rollouts   whether rollouts from equal weights must be equal
     judged     whether advantages follow from the rollouts alone, by the same arithmetic
     apart      the first update after which the runs hold different parameters; ``updates`` where there is none
@@ -215,6 +222,8 @@ class Terms:
 
     updates: int
     trained: float = 0.0
+    reused: bool = False
+    undeclared: str = ""
     rollouts: bool = True
     judged: bool = True
     apart: int
@@ -240,8 +249,10 @@ class Terms:
             return 0.0
         if origin == "schedule":
             return math.inf if self.trained == math.inf else 0.0
-        if origin == "log-probs" and update <= self.apart:
-            return self.trained
+        if update <= self.apart and origin in ("log-probs", "training"):
+            return 0.0 if origin == "training" and self.reused else self.trained
+        if update <= self.apart and origin == "norm" and 0.0 < self.trained < math.inf:
+            return GRADIENT_NORM
         return math.inf if self.trained > 0.0 else 0.0
 
 
@@ -260,13 +271,19 @@ def terms(a: RunFolder, b: RunFolder, updates: int) -> Terms:
             f'run.determinism = "fast" in {" and ".join(str(run.path) for run in fast)}: nothing is promised of what '
             "is computed"
         )
-    for name, tolerance, why in bounded(a, b):
-        trained += tolerance
-        notes.append(f"{name} is bounded: log-probs by {tolerance:g} ({why})")
+    loose = list(bounded(a, b))
+    reused = trained == 0.0 and {name for name, _, _ in loose} == {REUSE}
+    undeclared = ", ".join(name for name, tolerance, _ in loose if tolerance is None)
+    for name, tolerance, why in loose:
+        trained += tolerance or 0.0
+        told = "of no declared tolerance" if tolerance is None else f"by {tolerance:g}"
+        notes.append(f"{name} is bounded: log-probs {told} ({why})")
     kl = a.config.algorithm.kl_reward_coef > 0
     return Terms(
         updates=updates,
         trained=trained,
+        reused=reused,
+        undeclared=f"the manifest says that {undeclared} is bounded, and not by how much" if undeclared else "",
         rollouts=rollouts,
         judged=not (kl and trained > 0) and not {"device", "hardware", "torch"} & topology(a, b).keys(),
         apart=next(
@@ -282,13 +299,22 @@ def _told(apart: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{name} {x} against {y}" for name, (x, y) in apart.items())
 
 
-def bounded(a: RunFolder, b: RunFolder) -> Iterator[tuple[str, float, str]]:
-    """Switches that are on in one run alone and not exact there: name, tolerance of log-probs, reason."""
+REUSE = "logprob_reuse"
+"""Changes where old-policy log-probs come from alone; the training forward is the same with it and without."""
+
+
+def bounded(a: RunFolder, b: RunFolder) -> Iterator[tuple[str, float | None, str]]:
+    """Switches that are on in one run alone and not exact there: name, tolerance of log-probs (None: the manifest has
+    no number), reason.
+    """
     x, y = _switches(a), _switches(b)
     for name in sorted(x.keys() ^ y.keys()):
         numerics = (x | y)[name]
         if numerics.get("numerics") == "bounded":
-            yield name, float(numerics.get("tolerance", math.inf)), str(numerics.get("why", "see the manifest"))
+            tolerance = numerics.get("tolerance")
+            declared = isinstance(tolerance, int | float) and 0 < tolerance < math.inf
+            why = str(numerics.get("why", "see the manifest"))
+            yield name, float(tolerance) if declared else None, why
 
 
 def _switches(run: RunFolder) -> dict[str, Mapping[str, Any]]:

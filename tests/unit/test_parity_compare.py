@@ -207,6 +207,39 @@ def test_every_update_that_starts_from_equal_parameters_is_bounded(run, other):
     assert compare(run, part(later, 2))["training log-probs"].status == "differs"
 
 
+def test_reuse_leaves_the_training_forward_as_it_is(run, other):
+    edit_session(other, **R_BOUNDED)
+    add(other, "train_logprobs", 5e-4, update=0)
+    row = compare(run, part(other, 0))["training log-probs"]
+    assert (row.status, row.required) == ("differs", "exact to update 0, then distance")
+    edit_session(other, switches={"processor_pool": {"numerics": "bounded", "tolerance": 1e-3, "why": "so it is"}})
+    assert compare(run, other)["training log-probs"].status == "within"
+
+
+def test_a_bounded_switch_keeps_the_gradient_norm(run, other):
+    edit_session(other, **R_BOUNDED)
+    part(other, 0)
+
+    def times(factor: float, update: int) -> None:
+        edit_line(other, "metrics.jsonl", update, lambda line: line.update(grad_norm=line["grad_norm"] * factor))
+
+    times(1.004, 0)
+    times(3.0, 1)
+    row = compare(run, other)["gradient norm"]
+    assert (row.status, row.required) == ("within", "<= 0.005 to update 0, then distance")
+    times(1.002, 0)
+    assert compare(run, other)["gradient norm"].status == "differs"
+
+
+@pytest.mark.parametrize("tolerance", [None, "inf"])
+def test_a_switch_that_is_bounded_by_no_number_fails(run, other, tolerance):
+    edit_session(other, **R_BOUNDED)
+    edit_session(other, switches={"logprob_reuse": {"tolerance": tolerance}})
+    verdict = compare(run, other)
+    assert statuses(verdict, "old-policy log-probs", "training log-probs") == {"absent"} and verdict.exit_code == 1
+    assert "logprob_reuse is bounded, and not by how much" in verdict["old-policy log-probs"].note
+
+
 def test_a_switch_that_both_runs_have_excuses_nothing(run, other, tmp_path):
     one = edit_session(copy(run, tmp_path / "one"), **R_BOUNDED)
     edit_session(other, **R_BOUNDED)
