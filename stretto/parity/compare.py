@@ -101,18 +101,19 @@ def _row(quantity: Quantity, ats: Sequence[_At], agreed: Terms) -> Row:
         absent = agreed.undeclared
     lost = free if quantity.origin in COMPUTED else []
     status, deciding = _status(ats, bound, free, lost) if not absent else ("absent", [])
+    far = agreed.measured and status == "distance" and beyond_control(ats, free)
     controls = [at.control for at in ats if at.control is not None]
     later = total([ats[k].found for k in free]) if bound and free else None
     return Row(
         quantity=quantity.name,
         phase=quantity.phase,
         required=_required(ats),
-        status=status,
+        status="undecidable" if far else status,
         distance=total([ats[k].found for k in decisive]),
         later=later,
         first=next(filter(None, deciding), None),
         control=total([controls[k] for k in decisive]) if controls else None,
-        note=absent,
+        note="farther apart than the control pair" if far else absent,
     )
 
 
@@ -149,6 +150,17 @@ def _status(
     if any(_differs(ats[k].found) for k in free):
         return "distance", _firsts(ats, free)
     return "exact", []
+
+
+def beyond_control(ats: Sequence[_At], updates: Sequence[int]) -> bool:
+    """Whether these updates are farther apart than in the control pair. Without one there is no measure: False."""
+    controls = [control for k in updates if (control := ats[k].control) is not None]
+    if not controls:
+        return False
+    found, control = total([ats[k].found for k in updates]), total(controls)
+    if found.largest is None or control.largest is None:
+        return found.differing > control.differing
+    return found.largest > control.largest or (found.differing > 0 and not control.differing)
 
 
 def _firsts(ats: Sequence[_At], updates: Sequence[int]) -> Firsts:

@@ -25,7 +25,8 @@ def summary(verdict: Verdict) -> str:
         if verdict.undecidable:
             said += f", {len(verdict.undecidable)} undecidable"
     elif verdict.undecidable:
-        said = f"undecidable: {len(verdict.undecidable)} of {len(verdict.rows)} rows, where the control pair differs"
+        said = f"undecidable: {len(verdict.undecidable)} of {len(verdict.rows)} rows, where the control pair "
+        said += "differs, or numbers may differ and do so by more than in it"
     else:
         exact = sum(row.status == "exact" for row in verdict.rows)
         said = f"passed: {exact} of {len(verdict.rows)} rows exact"
@@ -56,6 +57,8 @@ def explain(row: Row) -> str:
         said += f" ({first.note})"
     free = row.later is not None and (row.status == "distance" or not row.distance.differing)
     decided = row.later if free and row.later is not None else row.distance
+    if row.note:
+        said += f" ({row.note})"
     return f"{said}; {decided.differing:,} of {decided.compared:,} differ"
 
 

@@ -200,8 +200,8 @@ def rollout_topology(a: RunFolder, b: RunFolder) -> dict[str, tuple[Any, Any]]:
 
 
 GRADIENT_NORM = 5e-3
-"""Symmetric relative difference of gradient norms at equal parameters under a bounded switch: what the rounding of bfloat16
-explains."""
+"""Symmetric relative difference of gradient norms at equal parameters under a bounded switch: what bfloat16's
+rounding explains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +217,7 @@ class Terms:
     apart      the first update after which the runs hold different parameters; ``updates`` where there is none
     recorded   whether rollouts come from a recording, whatever the weights
     refilled   whether rewards say which prompts a partition holds
+    measured   whether "fast" alone lets numbers differ: they may as far as the control pair's do
     notes      why something else than equal bits is required, where it is not the topology
     """
 
@@ -229,6 +230,7 @@ class Terms:
     apart: int
     recorded: bool = False
     refilled: bool = False
+    measured: bool = False
     notes: tuple[str, ...] = ()
 
     def tolerance(self, origin: Origin, update: int, version: int) -> float:
@@ -269,7 +271,7 @@ def terms(a: RunFolder, b: RunFolder, updates: int) -> Terms:
         trained, rollouts = math.inf, False
         notes.append(
             f'run.determinism = "fast" in {" and ".join(str(run.path) for run in fast)}: nothing is promised of what '
-            "is computed"
+            "is computed, and no row passes that is farther apart than the control pair"
         )
     loose = list(bounded(a, b))
     reused = trained == 0.0 and {name for name, _, _ in loose} == {REUSE}
@@ -291,6 +293,7 @@ def terms(a: RunFolder, b: RunFolder, updates: int) -> Terms:
         ),
         recorded=a.replay or b.replay,
         refilled=a.config.rollout.refill_rounds > 0 and not (a.replay or b.replay),
+        measured=bool(fast) and not topology(a, b) and not live,
         notes=tuple(notes),
     )
 

@@ -15,7 +15,8 @@ Status = Literal["exact", "within", "differs", "undecidable", "distance", "absen
 """exact        not a bit differs
 within       differs by no more than the switches on declare
 differs      differs where it must not
-undecidable  the control pair, which is one condition run twice, differs itself
+undecidable  the control pair, which is one condition run twice, differs itself; or nothing is promised of the numbers
+             ("fast"), and they are farther apart than in the control pair
 distance     may differ; the row says by how much
 absent       not on record in one of the runs, so that nothing is shown: a failure
 """

@@ -303,14 +303,24 @@ def test_a_replay_is_no_control_of_a_live_run(run, other, tmp_path):
 def test_a_fast_run_is_measured_against_the_control_pair(run, other, tmp_path):
     one, control = (edit_session(copy(run, tmp_path / name), **FAST) for name in ("one", "control"))
     edit_session(other, **FAST)
-    add(control, "train_logprobs", 1e-6, update=1)
+    add(control, "train_logprobs", 4e-6, update=1)
     add(other, "train_logprobs", 2e-6, update=1)
-    add(other, "response_ids", 1, update=1)
+    for folder in (control, other):
+        add(folder, "response_ids", 1, update=1)
     verdict = compare(one, other, control)
     assert verdict.exit_code == 0
     row = verdict["training log-probs"]
-    assert row.status == "distance" and row.distance.largest > row.control.largest > 0
+    assert row.status == "distance" and row.control.largest > row.distance.largest > 0
     assert verdict["response tokens"].status == "distance" and verdict["prompt tokens"].required == "exact"
+    assert compare(one, control, control).exit_code == 0
+    add(other, "response_ids", 1, update=2)
+    add(other, "train_logprobs", 8e-6, update=3)
+    add(other, "rewards", 1e-9, update=3)  # where the control pair is equal
+    verdict = compare(one, other, control)
+    assert statuses(verdict, "response tokens", "training log-probs", "rewards") == {"undecidable"}
+    assert verdict.exit_code == 3 and not verdict.failed
+    assert "farther apart than the control pair" in table.explain(verdict["rewards"])
+    assert compare(one, other).exit_code == 0  # no measure
 
 
 def test_a_fast_replay_has_the_recorded_inputs(run, other, tmp_path):
