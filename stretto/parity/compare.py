@@ -157,10 +157,10 @@ def beyond_control(ats: Sequence[_At], updates: Sequence[int]) -> bool:
     controls = [control for k in updates if (control := ats[k].control) is not None]
     if not controls:
         return False
-    found, control = total([ats[k].found for k in updates]), total(controls)
-    if found.largest is None or control.largest is None:
-        return found.differing > control.differing
-    return found.largest > control.largest or (found.differing > 0 and not control.differing)
+    far, near = total([ats[k].found for k in updates]), total(controls)
+    if far.largest is None or near.largest is None:
+        return far.differing > near.differing
+    return far.largest > near.largest or (far.differing > 0 and not near.differing)
 
 
 def _firsts(ats: Sequence[_At], updates: Sequence[int]) -> Firsts:

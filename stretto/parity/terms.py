@@ -266,6 +266,9 @@ def terms(a: RunFolder, b: RunFolder, updates: int) -> Terms:
     if live := rollout_topology(a, b):
         rollouts = False
         notes.append("rollouts of another shape: " + _told(live))
+    if not (a.replay or b.replay) and "bounded" in (a.config.staleness.mode, b.config.staleness.mode):
+        rollouts = False
+        notes.append('staleness.mode = "bounded": which version generates what is a matter of timing')
     fast = [run for run in (a, b) if run.config.run.determinism == "fast"]
     if fast:
         trained, rollouts = math.inf, False
@@ -315,9 +318,9 @@ def bounded(a: RunFolder, b: RunFolder) -> Iterator[tuple[str, float | None, str
         numerics = (x | y)[name]
         if numerics.get("numerics") == "bounded":
             tolerance = numerics.get("tolerance")
-            declared = isinstance(tolerance, int | float) and 0 < tolerance < math.inf
-            why = str(numerics.get("why", "see the manifest"))
-            yield name, float(tolerance) if declared else None, why
+            if not isinstance(tolerance, int | float) or not 0 < tolerance < math.inf:
+                tolerance = None
+            yield name, tolerance, str(numerics.get("why", "see the manifest"))
 
 
 def _switches(run: RunFolder) -> dict[str, Mapping[str, Any]]:

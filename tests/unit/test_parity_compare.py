@@ -323,6 +323,20 @@ def test_a_fast_run_is_measured_against_the_control_pair(run, other, tmp_path):
     assert compare(one, other).exit_code == 0  # no measure
 
 
+def test_bounded_staleness_lets_timing_say_who_generates(run, other, tmp_path):
+    bounded: dict[str, Any] = {"config": {"staleness": {"mode": "bounded"}}}
+    one = edit_session(copy(run, tmp_path / "one"), **bounded)
+    edit_session(other, **bounded)
+    for column in ("version_end", "response_ids"):
+        add(other, column, 1, update=1)
+    verdict = compare(one, other)
+    assert statuses(verdict, "policy versions", "response tokens") == {"distance"} and verdict.exit_code == 0
+    assert verdict["prompt tokens"].required == "exact" and "a matter of timing" in verdict.notes[0]
+    for folder in (one, other):
+        edit_session(folder, **REPLAY)
+    assert compare(one, other)["policy versions"].status == "differs"
+
+
 def test_a_fast_replay_has_the_recorded_inputs(run, other, tmp_path):
     one = edit_session(copy(run, tmp_path / "one"), config={**FAST["config"], **REPLAY["config"]})
     edit_session(other, config={**FAST["config"], **REPLAY["config"]})
