@@ -88,7 +88,7 @@ def compare(
     """Hold two runs against each other, quantity by quantity, and name the first thing that differs.
 
     Exit code 0: every row is as required. 1: one is not. 3: none is wrong, but the control pair differs in one, so that
-    it shows nothing. 2: these runs do not compare.
+    it shows nothing. 2: nothing was compared: these runs do not compare, cannot be read, or could not be run again.
     """
     from stretto.parity.command import compare_runs
 

@@ -10,10 +10,10 @@ from stretto.observe.lineage import write_atomically
 from stretto.parity import table
 from stretto.parity.bisect import bisect
 from stretto.parity.compare import compare, require_another
-from stretto.parity.verdict import Incomparable
-from stretto.types import ConfigError
+from stretto.types import ConfigError, StrettoError
 
-EXIT_INCOMPARABLE = 2
+EXIT_NOT_COMPARED = 2
+"""No table, or no bisection, came of it: an exit code of 1 says that a row failed, and nothing else."""
 
 
 def compare_runs(
@@ -25,21 +25,25 @@ def compare_runs(
     out: Path | None = None,
     bisected: bool,
 ) -> int:
-    """Prints the table, writes it to ``out``; the exit code.
+    """Prints the table, writes it to ``out``; the exit code: of the verdict, or 2 where runs do not compare, a folder
+    cannot be read, or a run cannot be repeated.
 
     Raises:
         ConfigError: ``bisected`` without ``out``, where its runs would go.
-        StrettoError: a folder cannot be read, or a run cannot be repeated.
     """
     if bisected and out is None:
         raise ConfigError(["--bisect: both runs are run again in OUT/bisect; name a folder with --out"])
     try:
-        if control is not None:
-            require_another(b, control)
-        verdict = compare(a, b, control, updates=updates)
-    except Incomparable as error:
+        return _compared(a, b, control, updates, out, bisected)
+    except StrettoError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_INCOMPARABLE
+        return EXIT_NOT_COMPARED
+
+
+def _compared(a: Path, b: Path, control: Path | None, updates: int | None, out: Path | None, bisected: bool) -> int:
+    if control is not None:
+        require_another(b, control)
+    verdict = compare(a, b, control, updates=updates)
     print(table.text(verdict))
     if out is not None:
         table.write(verdict, out)

@@ -187,6 +187,15 @@ def test_the_command_refuses_runs_that_do_not_compare(run, tmp_path):
     assert code == 2 and "run.seed: 0 in" in output and "Traceback" not in output
 
 
+def test_what_could_not_be_compared_is_no_row_that_failed(run, flipped, tmp_path):
+    code, output = command(run, tmp_path / "none")
+    assert code == 2 and "is no manifest of a run" in " ".join(output.split())
+    gone = edit_session(copy(flipped, tmp_path / "gone"), directory="/none/such")
+    code, output = command(run, gone, "--out", tmp_path / "out", "--bisect")
+    assert code == 2 and "no bisection" in output
+    assert json.loads((tmp_path / "out/parity.json").read_text())["exit_code"] == 1
+
+
 def test_bisect_needs_a_folder(run):
     result = CliRunner().invoke(app, ["parity", "compare", str(run), str(run), "--bisect"])
     assert "name a folder with --out" in str(result.exception)
