@@ -12,11 +12,13 @@ import numpy as np
 from stretto.observe.dump import read_dump
 from stretto.parity.folder import RunFolder
 from stretto.parity.rerun import refusals, start
-from stretto.parity.table import wrapped
+from stretto.parity.table import explain, wrapped
 from stretto.parity.verdict import Verdict
 from stretto.types import StrettoError
 
-BISECTED = ("gradients", "parameters", "optimizer state")
+BISECTED = ("gradients", "parameters")
+"""What a dump holds."""
+OPTIMIZER = "optimizer state"
 SHOWN = 10
 """Tensors that are printed one by one."""
 
@@ -75,9 +77,20 @@ class Bisection:
 
 
 def first_update(verdict: Verdict) -> int | None:
-    """The first at which gradients, parameters or optimizer state differ; None where they do not."""
+    """The first at which gradients or parameters differ; None where they do not."""
     rows = [verdict[name] for name in BISECTED]
     return min((row.first.update for row in rows if row.first is not None), default=None)
+
+
+def nothing(verdict: Verdict) -> str:
+    """Why there is no update to run again to, where ``first_update`` is None."""
+    absent = [row for row in verdict.rows if row.quantity in (*BISECTED, OPTIMIZER) and row.status == "absent"]
+    if absent:
+        return "nothing to bisect by: " + "; ".join(f"{row.quantity} absent: {row.note}" for row in absent)
+    optimizer = verdict[OPTIMIZER]
+    if optimizer.first is not None:
+        return f"nothing to bisect: only the optimizer's state differs, which dumps do not hold; {explain(optimizer)}"
+    return "nothing to bisect: gradients, parameters and optimizer state are equal"
 
 
 def bisect(verdict: Verdict, folder: Path, note: Callable[[str], None] = print) -> Bisection | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stretto.observe.lineage import write_atomically
 from stretto.parity import table
-from stretto.parity.bisect import bisect
+from stretto.parity.bisect import bisect, nothing
 from stretto.parity.compare import compare, require_another
 from stretto.types import ConfigError, StrettoError
 
@@ -51,7 +51,7 @@ def _compared(a: Path, b: Path, control: Path | None, updates: int | None, out: 
     if bisected and out is not None:
         found = bisect(verdict, out / "bisect")
         if found is None:
-            print("nothing to bisect: gradients, parameters and optimizer state are equal")
+            print(nothing(verdict))
         else:
             print(found.text())
             write_atomically(out / "bisect.json", (json.dumps(table.strict(found.plain()), indent=1) + "\n").encode())

@@ -157,6 +157,31 @@ def test_equal_runs_have_nothing_to_bisect(run, tmp_path):
     assert not (tmp_path / "again").exists()
 
 
+def test_hashes_that_are_absent_are_not_equal(run, flipped, tmp_path):
+    other = copy(flipped, tmp_path / "b")
+    for k in range(2):
+        edit_columns(other, k, lambda c: [c.pop(name) for name in list(c) if name.startswith("hash.")])
+    for k in range(2):
+        for name in ("parameters", "gradients", "optimizer"):
+            parity_case.edit_line(other, "fingerprints.jsonl", k, lambda line, name=name: line.pop(name, None))
+    verdict = compare(run, other)
+    assert bisect.first_update(verdict) is None
+    said = bisect.nothing(verdict)
+    assert "gradients absent: the second run has no hashes of its gradients on record at update 0" in said
+    assert "parameters absent" in said and "optimizer state absent" in said and "equal" not in said
+
+
+def test_the_optimizers_state_alone_is_in_no_dump(run, tmp_path):
+    def fault(work: parity_case.Work) -> None:
+        state = work.actor.trainer.optimizer_tensors()
+        flip_bit(state[next(name for name in state if name.startswith(NAME) and "sq" in name)].numpy(), 3)
+
+    verdict = compare(run, parity_case.write_run(tmp_path / "b", faults={"phase 3": fault}))
+    assert bisect.bisect(verdict, tmp_path / "again") is None and not (tmp_path / "again").exists()
+    said = bisect.nothing(verdict)
+    assert "only the optimizer's state differs, which dumps do not hold" in said and NAME in said and "update 1" in said
+
+
 # The command -------------------------------------------------------------------------------------------------------
 
 
