@@ -32,8 +32,10 @@ def summary(verdict: Verdict) -> str:
         said = f"passed: {exact} of {len(verdict.rows)} rows exact"
         said += ", the others as required" if exact < len(verdict.rows) else ""
     first = verdict.first
-    word = "difference" if verdict.exit_code == 0 else "divergence"
-    return said + (f"; first {word}: {explain(first)}" if first else "")
+    if first is None:
+        return said
+    word = "absent" if first.status == "absent" else "difference" if verdict.exit_code == 0 else "divergence"
+    return f"{said}; first {word}: {explain(first)}"
 
 
 def explain(row: Row) -> str:

@@ -142,10 +142,12 @@ class Verdict:
 
     @property
     def first(self) -> Row | None:
-        """The row of the first divergence, in order of update and phase: of rows that failed, or else of those that are
-        undecidable, or else of those that differ at all.
+        """The row of the first divergence, in order of update and phase: of rows that differ where they must not; or
+        else the first row that is absent; or else of those that are undecidable; or else of those that differ at all.
         """
-        for statuses in (("differs",), ("undecidable",), ("within", "distance")):
+        for statuses in (("differs",), ("absent",), ("undecidable",), ("within", "distance")):
+            if statuses == ("absent",) and (absent := [row for row in self.rows if row.status == "absent"]):
+                return absent[0]
             found = [row for row in self.rows if row.first is not None and row.status in statuses]
             if found:
                 return min(found, key=_order)

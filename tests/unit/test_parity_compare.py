@@ -428,6 +428,17 @@ def test_what_is_not_on_record_fails(run, other, column, quantity):
     assert f"the second run has no column {column} on record at update 2" in table.text(verdict)
 
 
+def test_a_row_that_is_absent_comes_before_distances_that_are_permitted(run, other):
+    edit_session(other, config={"actor": {"data_parallel": 4}})
+    part(other, 0)
+    edit_columns(other, 2, lambda columns: columns.pop("loss_mask"))
+    verdict = compare(run, other)
+    assert verdict.first is verdict["loss masks"] and verdict.exit_code == 1
+    assert "first absent: loss masks: the second run has no column loss_mask" in table.summary(verdict)
+    add(other, "raw_rewards", 1.0, update=0)
+    assert compare(run, other).first.quantity == "raw rewards"
+
+
 def test_hashes_in_fingerprints_decide_where_no_column_names_what_differs(run, other):
     tensors_path(other).unlink()
     verdict = compare(run, other)
