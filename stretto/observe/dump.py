@@ -37,6 +37,8 @@ def write_dump(run_dir: Path | str, update: int, rank: int, world: int, tensors:
         raise StrettoError(
             f"gradients and parameters of update {update} cannot be dumped to {path}: {error}"
         ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 

@@ -93,8 +93,11 @@ class RawLog:
             columns |= {f"{HASH}{kind}": np.array([*named.values()], np.uint64) for kind, named in hashes.items()}
         path = raw_path(self.run_dir, update)
         temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(save(columns))
-        temporary.replace(path)
+        try:
+            temporary.write_bytes(save(columns))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
         return path
 
     def _name_tensors(self, names: dict[str, list[str]]) -> None:

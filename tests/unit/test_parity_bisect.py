@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from stretto.cli import app
 from stretto.config import Config
+from stretto.observe import dump
 from stretto.observe.dump import write_dump
+from stretto.observe.raw import RawLog
 from stretto.parity import bisect
 from stretto.parity.compare import compare
 from stretto.parity.folder import RunFolder
@@ -78,6 +80,30 @@ def test_a_value_that_is_not_a_number_is_infinitely_far():
 def test_dumps_of_other_tensors_are_refused(other):
     with pytest.raises(StrettoError, match=r"'gradients\.w' for one"):
         bisect.differences({"gradients.w": np.zeros(2, np.float32)}, other)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(b"half of it")
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(dump, "save_file", lambda _tensors, path: cut_short(path))
+    with pytest.raises(StrettoError, match="No space left"):
+        write_dump(tmp_path, 1, 0, 1, {"gradients.w": np.zeros(2, np.float32)})
+    assert not list((tmp_path / "dump").iterdir())
+    log = RawLog(tmp_path)
+    columns = {"global_index": np.arange(2), "lengths": np.ones(2, np.int32)}
+    write_bytes = Path.write_bytes
+
+    def full(self: Path, data: bytes) -> int:
+        write_bytes(self, data[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        log.write(1, columns)
+    assert not list((tmp_path / "raw").iterdir())
 
 
 # Running again -----------------------------------------------------------------------------------------------------
