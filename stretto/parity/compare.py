@@ -113,7 +113,9 @@ def _row(quantity: Quantity, ats: Sequence[_At], agreed: Terms) -> Row:
         later=later,
         first=next(filter(None, deciding), None),
         control=total([controls[k] for k in decisive]) if controls else None,
-        note="farther apart than the control pair" if far else absent,
+        note="farther apart than the control pair"
+        if far
+        else absent or next((n for at in ats if (n := at.found.note)), ""),
     )
 
 

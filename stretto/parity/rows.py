@@ -31,6 +31,7 @@ class Found:
 
     broken  the record is there, and not whole: fingerprints that agree do not make up for it
     lost    the first value that is finite in one run alone, which no rounding explains
+    note    what an equal record does not show
     """
 
     distance: Distance = NOTHING
@@ -38,6 +39,7 @@ class Found:
     absent: str = ""
     broken: bool = False
     lost: Difference | None = None
+    note: str = ""
 
 
 Finder = Callable[["Quantity", Update, Update], Found]
@@ -236,7 +238,10 @@ def metric(name: str, apart: Callable[[float, float], float]) -> Finder:
         largest = 0.0 if same else math.inf if x is None or y is None else apart(x, y)
         distance = Distance(compared=1, differing=int(not same), largest=largest, unit=quantity.unit)
         if same:
-            return Found(distance=distance)
+            unsaid = (
+                f"not finite in either run at update {a.update}, which null stands for: see the hashes of gradients"
+            )
+            return Found(distance=distance, note=unsaid if x is None else "")
         first = Difference(update=a.update, phase=quantity.phase, a=_or_text(x), b=_or_text(y), magnitude=largest)
         return Found(distance=distance, first=first, lost=first if (x is None) != (y is None) else None)
 

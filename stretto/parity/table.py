@@ -75,7 +75,7 @@ def text(verdict: Verdict) -> str:
     lines = [*wrapped(summary(verdict), ""), ""]
     lines += [line for name, value in _facts(verdict) for line in wrapped(f"{name:<10}{value}", " " * 10)]
     lines += ["", *_aligned([HEADINGS, *(_cells(row) for row in verdict.rows)])]
-    told = [row for row in verdict.rows if row.status != "exact"]
+    told = [row for row in verdict.rows if row.status != "exact" or row.note]
     if told:
         lines += ["", *(line for row in told for line in wrapped(explain(row), "  "))]
     return "\n".join(lines)
@@ -133,7 +133,7 @@ def markdown(verdict: Verdict, level: int = 1) -> str:
     rows = [HEADINGS, *(_cells(row) for row in verdict.rows)]
     table = ["| " + " | ".join(map(_escaped, row)) + " |" for row in rows]
     table.insert(1, "|" + "---|" * len(HEADINGS))
-    told = [f"- {_escaped(explain(row))}" for row in verdict.rows if row.status != "exact"]
+    told = [f"- {_escaped(explain(row))}" for row in verdict.rows if row.status != "exact" or row.note]
     parts = [[title], [_escaped(summary(verdict))], facts, table, told]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 

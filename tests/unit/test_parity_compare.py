@@ -518,6 +518,16 @@ def test_values_that_are_not_numbers_are_compared_by_their_bits(run, other, tmp_
     assert "0.0 against -0.0" in table.explain(row)
 
 
+def test_null_equals_null_and_is_said_to_show_little(run, other, tmp_path):
+    one = copy(run, tmp_path / "one")
+    for folder in (one, other):
+        edit_line(folder, "metrics.jsonl", 2, lambda line: line.update(loss=None))
+    verdict = compare(one, other)
+    assert verdict["loss"].status == "exact" and verdict.exit_code == 0
+    for told in (table.text(verdict), table.markdown(verdict)):
+        assert "loss: not finite in either run at update 2" in told
+
+
 def test_a_folder_without_a_run_is_refused(run, tmp_path):
     with pytest.raises(StrettoError, match="is no manifest of a run"):
         compare(run, tmp_path)
