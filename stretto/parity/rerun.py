@@ -10,6 +10,7 @@ from pathlib import Path
 
 import stretto
 from stretto.config import Config
+from stretto.parity.cells import _end as end
 from stretto.parity.folder import RunFolder
 from stretto.types import StrettoError
 
@@ -73,6 +74,8 @@ def start(run: RunFolder, run_dir: Path, partition: int) -> None:
 
     Raises:
         StrettoError: it failed; the end of its output is in the message.
+
+    Where this process is interrupted, that one is given the time to end what it has started.
     """
     package = str(Path(stretto.__file__).parents[1])
     paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
@@ -80,14 +83,18 @@ def start(run: RunFolder, run_dir: Path, partition: int) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-P", "-m", "stretto.cli", "parity", "rerun", str(run.path.absolute())]
     with log.open("w") as output:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [*command, str(run_dir.absolute()), "--dump", str(partition)],
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=run.session.get("directory", "."),
             env=os.environ | {"PYTHONPATH": paths},
-            check=False,
         )
-    if done.returncode:
+        try:
+            process.wait()
+        except BaseException:
+            end(process)
+            raise
+    if process.returncode:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-        raise StrettoError(f"running {run.path} again failed with code {done.returncode}, see {log}:\n{last}")
+        raise StrettoError(f"running {run.path} again failed with code {process.returncode}, see {log}:\n{last}")

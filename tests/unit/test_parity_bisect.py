@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,7 @@ from stretto.config import Config
 from stretto.observe import dump
 from stretto.observe.dump import write_dump
 from stretto.observe.raw import RawLog
-from stretto.parity import bisect
+from stretto.parity import bisect, rerun
 from stretto.parity.compare import compare
 from stretto.parity.folder import RunFolder
 from stretto.parity.rerun import refusals, repeated
@@ -131,6 +136,29 @@ def test_a_run_that_cannot_be_repeated_is_refused_with_the_reason(run, tmp_path,
     (reason,) = refusals(RunFolder(edit_session(copy(run, tmp_path / "b"), **change)))
     assert said in reason
     assert list(refusals(RunFolder(run))) == []
+
+
+def test_an_interrupted_bisection_lets_its_run_end(run, tmp_path, monkeypatch):
+    """The child cleans up for longer than ``subprocess.run`` waits before it kills."""
+    source = RunFolder(edit_session(copy(run, tmp_path / "b"), directory=str(tmp_path)))
+    program = tmp_path / "program"
+    program.write_text(
+        f"#!{sys.executable}\nimport pathlib, time\n"
+        "try:\n    pathlib.Path('began').touch(); time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    time.sleep(1); pathlib.Path('cleaned').touch()\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    def press() -> None:
+        while not (tmp_path / "began").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        rerun.start(source, tmp_path / "again", 1)
+    assert (tmp_path / "cleaned").exists()
 
 
 def test_a_run_that_went_on_under_other_switches_is_refused(run, tmp_path):
