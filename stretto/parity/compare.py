@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from stretto.observe.dump import GRADIENTS, PARAMETERS, read_dump
 from stretto.parity.folder import RunFolder, Update
 from stretto.parity.rows import QUANTITIES, Found, Origin, Quantity
 from stretto.parity.terms import Terms, require_comparable, terms, topology, unfinished
 from stretto.parity.verdict import Difference, Distance, Incomparable, Row, Status, Verdict
+from stretto.types import StrettoError
 
 
 def compare(a: Path | str, b: Path | str, control: Path | str | None = None, *, updates: int | None = None) -> Verdict:
@@ -41,14 +45,16 @@ def compare(a: Path | str, b: Path | str, control: Path | str | None = None, *, 
         for quantity, ats in zip(QUANTITIES, found, strict=True):
             allowed = agreed.tolerance(quantity.origin, k, version)
             ats.append(_At(allowed, quantity.between(x, y), quantity.between(x, z) if z is not None else None))
+    apart = topology(one, other)
+    far = dumped(one, other, count) if apart else ()
     return Verdict(
         a=one.name,
         b=other.name,
         control=twin.name if twin is not None else None,
         updates=count,
-        topology=topology(one, other),
+        topology=apart,
         rows=tuple(_row(quantity, ats, agreed) for quantity, ats in zip(QUANTITIES, found, strict=True)),
-        notes=_notes(agreed, [one, other] + ([twin] if twin is not None else [])),
+        notes=(*_notes(agreed, [one, other] + ([twin] if twin is not None else [])), *far),
     )
 
 
@@ -80,6 +86,31 @@ def _newest_version(update: Update) -> int:
 
 def _notes(agreed: Terms, runs: Sequence[RunFolder]) -> tuple[str, ...]:
     return (*agreed.notes, *filter(None, map(unfinished, runs)))
+
+
+def dumped(a: RunFolder, b: RunFolder, updates: int) -> Iterator[str]:
+    """How far apart what both have dumped is, which hashes cannot say: a line for each update of both dumps."""
+    for k in range(updates):
+        if not all(any((run.path / "dump").glob(f"update_{k:06d}-rank-*")) for run in (a, b)):
+            continue
+        try:
+            x, y = read_dump(a.path, k), read_dump(b.path, k)
+        except StrettoError as error:
+            yield str(error)
+            continue
+        if {(name, tensor.shape) for name, tensor in x.items()} != {(name, tensor.shape) for name, tensor in y.items()}:
+            yield f"dumps of update {k}: of other tensors"
+            continue
+        far = [f"{kind[:-1]} {relative_l2(x, y, kind):.3g}" for kind in (GRADIENTS, PARAMETERS)]
+        yield f"dumps of update {k}: relative l2 distance of {', of '.join(far)}"
+
+
+def relative_l2(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], kind: str) -> float:
+    """|b - a| / |a| over all tensors whose names begin with ``kind``, in float64."""
+    names = [name for name in a if name.startswith(kind)]
+    apart = sum(float(np.sum(np.square(b[name].astype(np.float64) - a[name]))) for name in names)
+    size = sum(float(np.sum(np.square(a[name].astype(np.float64)))) for name in names)
+    return math.sqrt(apart / size) if size else math.inf if apart else 0.0
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def changed(run: RunFolder) -> Iterator[str]:
 
 def _facts_of_session(session: Mapping[str, Any]) -> dict[str, Any]:
     """What of a session decides numbers, by name; without what it ended too early to find out."""
-    found = {name: value for name, value in _flat(session["config"]) if not _among(name, FREE_OF_A_SESSION)}
+    found = {name: value for name, value in _flat(session.get("config", {})) if not _among(name, FREE_OF_A_SESSION)}
     if "switches" in session:
         found["switches"] = session["switches"]
     if "actor" in session.get("determinism", {}):

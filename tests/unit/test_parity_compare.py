@@ -12,6 +12,7 @@ import parity_case
 import pytest
 from parity_case import copy, edit_columns, edit_line, edit_session, nudge
 
+from stretto.observe.dump import write_dump
 from stretto.observe.raw import raw_path, tensors_path
 from stretto.parity import table
 from stretto.parity.compare import compare
@@ -146,6 +147,21 @@ def test_what_is_finite_in_one_run_alone_fails_at_any_distance(run, other, tmp_p
         edit_columns(folder, 2, lambda c: c["train_logprobs"].__setitem__(5, np.nan))
         edit_line(folder, "metrics.jsonl", 3, lambda line: line.update(grad_norm=None))
     assert compare(one, other).exit_code == 0
+
+
+def test_dumps_say_how_far_apart_gradients_and_parameters_are(run, other, tmp_path):
+    one = copy(run, tmp_path / "one")
+    for folder, last in ((one, 4.0), (other, 4.5)):
+        values = np.array([3.0, last], np.float32)
+        write_dump(folder, 0, 0, 1, {"gradients.w": values, "parameters.w": np.ones(2, np.float32)})
+    assert compare(one, other).notes == ()
+    edit_session(other, config={"actor": {"data_parallel": 4}})
+    (note,) = compare(one, part(other, 0)).notes
+    assert note == "dumps of update 0: relative l2 distance of gradients 0.1, of parameters 0"
+    write_dump(other, 0, 0, 1, {"gradients.v": values})
+    assert compare(one, other).notes == ("dumps of update 0: of other tensors",)
+    write_dump(other, 0, 0, 2, {"gradients.v": values})
+    assert "holds no whole dump of update 0" in compare(one, other).notes[0]
 
 
 def test_a_fault_in_the_inputs_fails_across_topologies(run, other):
