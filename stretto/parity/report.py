@@ -40,7 +40,9 @@ class Engaged:
 
     @property
     def text(self) -> str:
-        said = "engaged" if self.ok else "DID NOT ENGAGE" if self.failed else "engaged, nothing to do"
+        said = "DID NOT ENGAGE" if self.failed else "had nothing to do"
+        if self.ok:
+            said = "engaged" if self.opportunity else "engaged, nothing to do"
         return f"{self.cell}: {self.switch} {said}: {'; '.join(self.facts)}"
 
 

@@ -83,7 +83,8 @@ class ChunkOverlap:
             f"{len(overlapped)} of {len(chances)} partitions that were still being generated were forwarded meanwhile",
         )
         chunked = bool(claims) and not whole
-        return Evidence(chunked and (not chances or bool(overlapped)), facts, bool(chances))
+        # A claim of a whole partition ends after its last put: it leaves no chance, and fails all the same.
+        return Evidence(chunked and (not chances or bool(overlapped)), facts, bool(chances) or not chunked)
 
 
 def _end(span: Event) -> float:

@@ -17,8 +17,8 @@ from PIL import Image
 from stretto.config import Config
 from stretto.parity import curves, report
 from stretto.parity.cells import Cells, Done, left_s
-from stretto.parity.check import settled
-from stretto.parity.plan import BASE, Plan, Question, make_plan, parse_conditions, parse_ranks, switch_sets
+from stretto.parity.check import engaged, settled
+from stretto.parity.plan import BASE, Cell, Plan, Question, make_plan, parse_conditions, parse_ranks, switch_sets
 from stretto.parity.report import Compared, Engaged, Grid, Referenced, Report, cell_text
 from stretto.parity.verdict import Difference, Distance, Row, RunName, Verdict
 from stretto.types import ConfigError, StrettoError
@@ -356,7 +356,44 @@ def test_a_switch_that_did_nothing_fails_the_check_unless_there_was_nothing_to_d
     found = make_report([PASSES], engaged=idle)
     assert found.exit_code == 1 and "live: P+S: S DID NOT ENGAGE: 0 of 4 chunk by chunk" in report.text(found)
     nothing = Engaged(cell="live: P+S", switch="S", ok=False, opportunity=False, facts=())
-    assert make_report([PASSES], engaged=nothing).exit_code == 0
+    assert make_report([PASSES], engaged=nothing).exit_code == 0 and "S had nothing to do" in nothing.text
+
+
+def claims(folder: Path, count: int) -> Path:
+    """A run whose only partition was claimed in ``count`` parts, after the first of which its last group was put; it
+    was forwarded when all was there.
+    """
+    second = 10**9
+    spans = [("loop.claim", i * second, (i + 1) * second, {"chunk": i, "chunks": 2}) for i in range(count)]
+    put_ns = 3 * second if count > 1 else second // 2
+    spans += [
+        ("plane.put", put_ns - 1, put_ns, {"group": 0}),
+        ("actor.forward", 4 * second, 5 * second, {"role": "old"}),
+    ]
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").write_text(
+        "".join(
+            json.dumps({"type": "span", "name": name, "start_ns": a, "end_ns": b, "partition": 0, **attrs}) + "\n"
+            for name, a, b, attrs in spans
+        )
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count", "failed"),
+    [
+        (0, 1, True),  # live, and no S at all
+        (1, 1, True),
+        (0, 2, True),  # claimed by chunk, and nothing was forwarded meanwhile
+        (1, 2, False),  # of a replay that is not asked
+    ],
+)
+def test_s_is_at_work_only_where_partitions_are_claimed_by_chunk(tmp_path, ranks, count, failed):
+    run_dir = claims(tmp_path / "run", count)
+    (found,) = engaged(Cell(condition="S", ranks=ranks, run_dir=run_dir, partitions=1, words=()))
+    assert found.failed is failed and found.ok is not failed
+    assert ("DID NOT ENGAGE" in found.text) is failed
 
 
 @pytest.mark.parametrize("relative", [2e-5, float("nan")])

@@ -275,8 +275,14 @@ def test_s_engaged_needs_overlap_where_there_was_a_chance():
     assert nothing.ok and not nothing.opportunity  # engaged, nothing to overlap
     at_once = S.engaged(partition(3, (0, 1), put_end=1.5, forward_start=1.6))  # the last group right after the first
     assert at_once.ok and not at_once.opportunity
-    whole = [span("loop.claim", 0, 1, partition=0, chunk=0, chunks=2)]
-    assert not S.engaged(whole).ok
+
+
+def test_claims_of_whole_partitions_are_no_s_though_they_leave_nothing_to_overlap():
+    whole = partition(0, (0,), put_end=1, forward_start=2)  # the claim waits for the last put
+    evidence = S.engaged(whole)
+    assert not evidence.ok and evidence.opportunity
+    assert evidence.facts[0] == "0 of 1 partitions claimed chunk by chunk"
+    assert S.engaged([]).opportunity and not S.engaged([]).ok
 
 
 def test_options_checks_do_not_import_the_switches():
