@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import stretto
+from stretto.observe.hardware import hardware
 from stretto.observe.lineage import write_atomically
-from stretto.observe.manifest import read_manifest, versions
+from stretto.observe.manifest import ENVIRONMENT, read_manifest, versions
 from stretto.observe.progress import duration
 from stretto.parity.plan import Cell
 from stretto.types import StrettoError
@@ -42,8 +44,8 @@ class Done:
 class Cells:
     """The runs of one check, in one folder.
 
-    A cell that is finished is kept as long as its ``identity`` is the same: its command, options, model files, code
-    and libraries, and (of a replay) the recording. Any other run of it is removed and made again.
+    A cell that is finished is kept as long as its ``identity`` is the same: its command, options, model files, code,
+    libraries and machine, and (of a replay) the recording. Any other run of it is removed and made again.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Cells:
     ):
         self.out, self.recording, self.note, self.program = out, recording, note, program
         self._told_s = time.monotonic()
-        self._asked = {**asked, "code": code_hash(), "versions": versions()}
+        self._asked = {**asked, "code": code_hash(), "versions": versions(), "machine": arithmetic()}
 
     def run(self, cells: Sequence[Cell]) -> list[Done]:
         """Run what is not there yet, in order.
@@ -184,6 +186,17 @@ def code_hash() -> str:
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def arithmetic() -> dict[str, Any]:
+    """What of this machine and its environment changes last bits: processors, and how many threads use them."""
+    found = hardware()
+    return {
+        "cpu": found["cpu"],
+        "cores": found["cores_usable"],
+        "gpus": [(gpu["name"], gpu["driver"]) for gpu in found["gpus"]],
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+    }
 
 
 def files_of(folder: Path) -> dict[str, tuple[int, int]]:

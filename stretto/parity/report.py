@@ -22,6 +22,19 @@ class Compared:
     comparison: Comparison
     verdict: Verdict
 
+    @property
+    def unlike(self) -> bool:
+        """Whether the two ran on another machine, or otherwise so that what should be exact is a mere distance."""
+        return bool(self.verdict.topology) and not self.comparison.across
+
+    @property
+    def name(self) -> str:
+        return f"{self.comparison.group}, {self.comparison.column}"
+
+    @property
+    def topology_text(self) -> str:
+        return ", ".join(f"{name} {a} against {b}" for name, (a, b) in self.verdict.topology.items())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Engaged:
@@ -102,11 +115,12 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1: a row failed, a switch did not engage, or a gradient is far from float64; 3: none of it, but a row is
-        undecidable; else 0.
+        """1: a row failed, two runs were not made alike, a switch did not engage, or a gradient is far from float64;
+        3: none of it, but a row is undecidable; else 0.
         """
         codes = {each.verdict.exit_code for each in self.compared}
-        if EXIT_FAILED in codes or any(e.failed for e in self.engaged) or any(r.failed for r in self.referenced):
+        others = any(each.unlike for each in self.compared) or any(each.failed for each in self.engaged)
+        if EXIT_FAILED in codes or others or any(each.failed for each in self.referenced):
             return EXIT_FAILED
         return max(codes, default=0)
 
@@ -125,6 +139,8 @@ class Report:
             )
             if any(row.status == status for row in rows)
         ]
+        unlike = sum(each.unlike for each in self.compared)
+        counts += [f"{unlike} pairs of runs were not made alike"] if unlike else []
         off = sum(each.failed for each in self.engaged)
         counts += [f"{off} switches did not engage"] if off else []
         far = sum(each.failed for each in self.referenced)
@@ -152,7 +168,12 @@ class Report:
                 for each in self.done
             ],
             "comparisons": [
-                {"group": each.comparison.group, "column": each.comparison.column, **each.verdict.plain()}
+                {
+                    "group": each.comparison.group,
+                    "column": each.comparison.column,
+                    "unlike": each.unlike,
+                    **each.verdict.plain(),
+                }
                 for each in self.compared
             ],
             "engaged": [asdict(each) | {"failed": each.failed} for each in self.engaged],
@@ -222,13 +243,27 @@ def failures(report: Report) -> list[str]:
     """A line for each thing that failed or cannot be decided, the first divergence of each pair of runs first."""
     lines = []
     for each in report.compared:
-        verdict, comparison = each.verdict, each.comparison
+        verdict = each.verdict
+        if each.unlike:
+            lines.append(f"{each.name}: not made alike, so that nothing is shown: {each.topology_text}")
         first = verdict.first
         rows = sorted((*verdict.failed, *verdict.undecidable), key=lambda row: row is not first)
         for row in rows:
-            lines.append(f"{comparison.group}, {comparison.column}: {table.explain(row)}")
+            lines.append(f"{each.name}: {table.explain(row)}")
     lines += [each.text for each in report.engaged if each.failed]
     lines += [f"gradients against float64, {each.text}" for each in report.referenced if each.failed]
+    return lines
+
+
+def terms_of(group: str, report: Report) -> list[str]:
+    """A line for each thing in which runs of a group are unlike, and for each reason why less than equal bits is
+    required of them.
+    """
+    lines = []
+    for each in report.compared:
+        if each.comparison.group == group:
+            told = [f"not alike in {each.topology_text}"] if each.verdict.topology else []
+            lines += [f"{each.comparison.column}: {text}" for text in (*told, *each.verdict.notes)]
     return lines
 
 
@@ -275,6 +310,8 @@ def markdown(report: Report) -> str:
         lines += ["docs/parity.md says how to read such a line, and how to go on from it.", ""]
     for group, grid in grids(report).items():
         lines += [f"## {title(group, report)}", "", grid.markdown(), ""]
+        if told := terms_of(group, report):
+            lines += [*(f"- {line}" for line in told), ""]
     lines += ["## Gradients of the first update against float64", ""]
     lines += [f"- {each.text}" for each in report.referenced] or [report.reference_note]
     lines += ["", "## Curves", ""]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import tiny
 from PIL import Image
 
 from stretto.config import Config
+from stretto.observe.hardware import hardware
 from stretto.parity import curves, report
 from stretto.parity.cells import Cells, Done, left_s
 from stretto.parity.check import engaged, settled
@@ -185,6 +187,26 @@ def test_other_options_make_every_run_anew(stand):
     assert stand.run(asked=1) == ALL
     assert stand.run(asked=1, ranks=(1, 2)) == ["B parity", "B-again parity"]  # only what is new
     assert len(stand.run(asked=1, updates=3)) == 4
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG"])
+def test_another_environment_of_the_arithmetic_makes_every_run_anew(stand, monkeypatch, name):
+    stand.run()
+    monkeypatch.setenv(name, "7")
+    assert stand.run() == ALL and stand.run() == []
+
+
+@pytest.mark.parametrize(
+    "facts", [{"cpu": "another"}, {"cores_usable": 3}, {"gpus": [{"name": "another", "driver": "1", "uuid": "x"}]}]
+)
+def test_another_machine_makes_every_run_anew(stand, monkeypatch, facts):
+    here = hardware()
+    monkeypatch.setattr("stretto.parity.cells.hardware", lambda: here | {"gpus": []})
+    stand.run()
+    monkeypatch.setattr("stretto.parity.cells.hardware", lambda: here | {"gpus": [], "memory_bytes": 1})
+    assert stand.run() == []  # what no number depends on
+    monkeypatch.setattr("stretto.parity.cells.hardware", lambda: here | {"gpus": []} | facts)
+    assert stand.run() == ALL
 
 
 def test_a_run_that_fails_is_shown_with_its_log_and_command_and_the_ones_before_are_kept(stand):
@@ -394,6 +416,32 @@ def test_s_is_at_work_only_where_partitions_are_claimed_by_chunk(tmp_path, ranks
     (found,) = engaged(Cell(condition="S", ranks=ranks, run_dir=run_dir, partitions=1, words=()))
     assert found.failed is failed and found.ok is not failed
     assert ("DID NOT ENGAGE" in found.text) is failed
+
+
+def with_topology(found: Report, place: int, **topology) -> Report:
+    compared = list(found.compared)
+    verdict = replace(compared[place].verdict, topology=topology, notes=("a reason",))
+    compared[place] = replace(compared[place], verdict=verdict)
+    return replace(found, compared=tuple(compared))
+
+
+def test_runs_of_two_machines_fail_a_check_whatever_their_rows_say():
+    found = with_topology(make_report([PASSES, PASSES]), 1, hardware=("one", "another"))
+    assert found.exit_code == 1 and "1 pairs of runs were not made alike" in found.headline
+    (line,) = report.failures(found)
+    assert line.startswith("live, P+S: not made alike") and line.endswith("hardware one against another")
+    text = report.markdown(found)
+    assert "- P+S: not alike in hardware one against another\n- P+S: a reason\n" in text
+
+
+def test_replays_on_other_ranks_need_not_be_alike():
+    small = plan(ranks=(1, 2))
+    (across,) = [pair for pair in small.comparisons if pair.across]
+    found = make_report([PASSES])
+    found = replace(found, compared=(replace(found.compared[0], comparison=across),))
+    found = with_topology(found, 0, **{"actor.data_parallel": (1, 2)})
+    assert found.exit_code == 0 and not report.failures(found)
+    assert "not alike in actor.data_parallel 1 against 2" in report.markdown(found)
 
 
 @pytest.mark.parametrize("relative", [2e-5, float("nan")])
