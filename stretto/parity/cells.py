@@ -23,6 +23,7 @@ from stretto.observe.lineage import write_atomically
 from stretto.observe.manifest import ENVIRONMENT, read_manifest, versions
 from stretto.observe.progress import duration
 from stretto.parity.plan import Cell
+from stretto.resume import refuse_if_locked
 from stretto.types import StrettoError
 
 Note = Callable[[str], None]
@@ -135,7 +136,12 @@ class Cells:
             self.note(f"    {lines} of {cell.partitions} partitions trained")
 
     def _clear(self, cell: Cell) -> None:
-        """Remove what an earlier run of the cell has left."""
+        """Remove what an earlier run of the cell has left.
+
+        Raises:
+            StrettoError: that run is still going, as one does whose check was killed.
+        """
+        refuse_if_locked(cell.run_dir)
         self._note_path(cell.file_name).unlink(missing_ok=True)
         for folder in (cell.run_dir, *([self.recording] if "record" in cell.words else [])):
             if folder.exists():

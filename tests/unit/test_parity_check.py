@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from stretto.parity.check import engaged, settled
 from stretto.parity.plan import BASE, Cell, Plan, Question, make_plan, parse_conditions, parse_ranks, switch_sets
 from stretto.parity.report import Compared, Engaged, Grid, Referenced, Report, cell_text
 from stretto.parity.verdict import Difference, Distance, Row, RunName, Verdict
+from stretto.resume import locked
 from stretto.types import ConfigError, StrettoError
 
 OUT = Path("out")
@@ -143,6 +145,10 @@ class Stand:
         self.program = (sys.executable, "-c", PROGRAM.format(log=str(self.log), behave=str(self.behave)))
         self.notes: list[str] = []
 
+    @property
+    def recording(self) -> Path:
+        return self.out / "recording"
+
     def plan(self, **changes) -> Plan:
         question = Question(recipe="r", out=self.out, **{"conditions": (BASE,), "updates": 2} | changes)
         return make_plan(question, Config())
@@ -174,6 +180,21 @@ def test_finished_runs_are_kept_and_others_are_made_again(stand):
     manifest = stand.out / "replay" / "1" / "B" / "manifest.json"
     manifest.write_text(manifest.read_text().replace("finished", "running"))
     assert stand.run() == ["B parity"]
+
+
+@pytest.mark.parametrize("number", [0, 3])  # the one that records, and a replay
+def test_a_run_that_is_still_going_is_left_alone_and_named(stand, number):
+    """A check that was killed leaves the run behind that it had started."""
+    cell = stand.plan().cells[number]
+    stand.recording.mkdir(parents=True)
+    with locked(cell.run_dir):
+        (cell.run_dir / "metrics.jsonl").touch()
+        with pytest.raises(StrettoError, match=f"{re.escape(str(cell.run_dir))}.* is in use"):
+            stand.run()
+        assert (cell.run_dir / "metrics.jsonl").exists() and (stand.recording.exists() or number)
+    (cell.run_dir / "metrics.jsonl").unlink()
+    stand.run()
+    assert stand.run() == []
 
 
 def test_a_new_recording_makes_its_replays_anew_and_nothing_else(stand):
