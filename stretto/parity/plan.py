@@ -247,7 +247,9 @@ def _live(question: Question, name: str, partitions: int) -> Cell:
 
 def _replay(question: Question, name: str, ranks: int, *, dump: bool) -> Cell:
     run_dir = question.out / "replay" / str(ranks) / FOLDERS.get(name, name)
-    sets = [f"actor.data_parallel={ranks}", *switch_sets(BASE if name == CONTROL else name, question.workers)]
+    # Under "fast" nothing is promised, and no row could fail: the replays are what shows something of such a recipe.
+    sets = [f"actor.data_parallel={ranks}", "run.determinism=exact"]
+    sets += switch_sets(BASE if name == CONTROL else name, question.workers)
     words = ["parity", "replay", str(question.recording), str(run_dir), *_options(sets)]
     if dump:
         words += ["--dump", "0"]

@@ -42,14 +42,15 @@ def test_the_runs_of_a_small_check_are_these():
     off = "--set switches.processor_pool=0 --set switches.logprob_reuse=false --set switches.chunk_overlap=false"
     p_s = "--set switches.processor_pool=2 --set switches.logprob_reuse=false --set switches.chunk_overlap=true"
     live = "--set eval.every=0 --set checkpoint.every=0 --set actor.lr=0.1"
+    replay = "--set actor.data_parallel=1 --set run.determinism=exact"
     assert [cell.command for cell in plan(sets=("actor.lr=0.1",)).cells] == [
         f"stretto parity record r.toml out/recording --partitions 2 --updates 4 {live} {off} "
         "--set run.dir=out/live/B --set run.updates=4",
         f"stretto train r.toml {live} {off} --set run.dir=out/live/B-again --set run.updates=4",
         f"stretto train r.toml {live} {p_s} --set run.dir=out/live/P+S --set run.updates=4",
-        f"stretto parity replay out/recording out/replay/1/B --set actor.data_parallel=1 {off} --dump 0",
-        f"stretto parity replay out/recording out/replay/1/B-again --set actor.data_parallel=1 {off}",
-        f"stretto parity replay out/recording out/replay/1/P+S --set actor.data_parallel=1 {p_s}",
+        f"stretto parity replay out/recording out/replay/1/B {replay} {off} --dump 0",
+        f"stretto parity replay out/recording out/replay/1/B-again {replay} {off}",
+        f"stretto parity replay out/recording out/replay/1/P+S {replay} {p_s}",
     ]
 
 
