@@ -22,7 +22,7 @@ from stretto.observe.hardware import hardware
 from stretto.observe.lineage import write_atomically
 from stretto.observe.manifest import ENVIRONMENT, read_manifest, versions
 from stretto.observe.progress import duration
-from stretto.parity.plan import Cell
+from stretto.parity.plan import REPORT_FILES, Cell
 from stretto.resume import refuse_if_locked
 from stretto.types import StrettoError
 
@@ -86,8 +86,14 @@ class Cells:
             return None
         return float(note["wall_s"]) if whole and note.get("identity") == self._identity(cell) else None
 
+    def forget_report(self) -> None:
+        """Remove what an earlier check says: it is of other runs, and stays where this one does not come to its end."""
+        for name in REPORT_FILES:
+            (self.out / name).unlink(missing_ok=True)
+
     def _run(self, cell: Cell) -> float:
         self._clear(cell)
+        self.forget_report()
         begun = time.monotonic()
         again = f"alone it runs by: {cell.command}"
         self._process(cell.name, cell.file_name, [*self.program, *cell.words], again, lambda: self._news(cell))

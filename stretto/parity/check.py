@@ -72,6 +72,7 @@ def check(question: Question, note: Note, *, draw: bool = True) -> Report:
         try:
             done = cells.run(plan.cells)
             note("comparing")
+            cells.forget_report()
             found = assemble(question, config, plan, done, cells, draw=draw)
         except KeyboardInterrupt:
             note("stopped; runs that have ended are kept: the same command goes on")

@@ -17,6 +17,7 @@ CONTROL = "B again"
 RECORDED = "recorded run"
 """The column that holds a replay of the baseline against the live run that was recorded."""
 ACROSS = "numbers of ranks"
+REPORT_FILES = ("report.md", "report.json", "curves.png")
 FOLDERS = {CONTROL: "B-again"}
 
 

@@ -21,7 +21,17 @@ from stretto.observe.hardware import hardware
 from stretto.parity import curves, report
 from stretto.parity.cells import Cells, Done, left_s
 from stretto.parity.check import engaged, settled
-from stretto.parity.plan import BASE, Cell, Plan, Question, make_plan, parse_conditions, parse_ranks, switch_sets
+from stretto.parity.plan import (
+    BASE,
+    REPORT_FILES,
+    Cell,
+    Plan,
+    Question,
+    make_plan,
+    parse_conditions,
+    parse_ranks,
+    switch_sets,
+)
 from stretto.parity.report import Compared, Engaged, Grid, Referenced, Report, cell_text
 from stretto.parity.verdict import Difference, Distance, Row, RunName, Verdict
 from stretto.resume import locked
@@ -196,6 +206,19 @@ def test_a_run_that_is_still_going_is_left_alone_and_named(stand, number):
     (cell.run_dir / "metrics.jsonl").unlink()
     stand.run()
     assert stand.run() == []
+
+
+def test_a_report_is_gone_once_runs_are_not_those_it_tells_of(stand):
+    stand.run()
+    for name in REPORT_FILES:
+        (stand.out / name).write_text("passed")
+    stand.run()
+    assert all((stand.out / name).exists() for name in REPORT_FILES)
+    (stand.out / "replay" / "1" / "B" / "manifest.json").unlink()
+    stand.behave.write_text("failed")
+    with pytest.raises(StrettoError):
+        stand.run()
+    assert not any((stand.out / name).exists() for name in REPORT_FILES)
 
 
 def test_a_new_recording_makes_its_replays_anew_and_nothing_else(stand):
