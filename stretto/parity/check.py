@@ -11,12 +11,14 @@ Every run is ``stretto`` in a process of its own; this one reads run folders alo
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.numpy import load_file
 
 from stretto import switches
@@ -194,28 +196,49 @@ def no_reference(config: Config) -> str:
 
 
 def against_float64(question: Question, plan: Plan, config: Config, cells: Cells) -> tuple[Referenced, ...]:
-    """Gradients of the first update of each B that was replayed, against float64."""
+    """Gradients of the first update of each B that was replayed, against float64; where that cannot be, why."""
+    bases = [cell for cell in plan.cells if cell.replay and cell.condition == BASE]
+    bound = BOUNDS[config.model.dtype]
+    try:
+        cells.made(question.reference, "stretto.parity.reference")
+    except StrettoError as error:
+        return tuple(unreferenced(cell, bases[0], bound, error) for cell in bases)
+    reference = load_file(question.reference)
+    return tuple(referenced(cell, bases[0], bound, reference) for cell in bases)
+
+
+def referenced(cell: Cell, first: Cell, bound: float, reference: Mapping[str, np.ndarray]) -> Referenced:
+    """Its gradients against the reference, and against those of ``first``."""
     from stretto.parity.reference import distance
 
-    cells.made(question.reference, "stretto.parity.reference")
-    reference = load_file(question.reference)
-    cells_of_base = [cell for cell in plan.cells if cell.replay and cell.condition == BASE]
-    dumps = [read_dump(cell.run_dir, 0) for cell in cells_of_base]
-    found = []
-    for cell, dump in zip(cells_of_base, dumps, strict=True):
-        far = distance(dump, reference)
-        found.append(
-            Referenced(
-                ranks=cell.ranks,
-                largest=far.tensor_max,
-                relative=far.l2,
-                tensor=far.tensor,
-                bound=BOUNDS[config.model.dtype],
-                first_ranks=cells_of_base[0].ranks,
-                from_first=distance(dump, dumps[0]).l2,
-            )
-        )
-    return tuple(found)
+    try:
+        dump = read_dump(cell.run_dir, 0)
+        far, from_first = distance(dump, reference), distance(dump, read_dump(first.run_dir, 0))
+    except StrettoError as error:
+        return unreferenced(cell, first, bound, error)
+    return Referenced(
+        ranks=cell.ranks,
+        largest=far.tensor_max,
+        relative=far.l2,
+        tensor=far.tensor,
+        bound=bound,
+        first_ranks=first.ranks,
+        from_first=from_first.l2,
+    )
+
+
+def unreferenced(cell: Cell, first: Cell, bound: float, error: StrettoError) -> Referenced:
+    """A failure: nothing is known of these gradients, or they are no numbers."""
+    return Referenced(
+        ranks=cell.ranks,
+        largest=math.nan,
+        relative=math.nan,
+        tensor="",
+        bound=bound,
+        first_ranks=first.ranks,
+        from_first=math.nan,
+        problem=" ".join(str(error).split()),
+    )
 
 
 def write(found: Report) -> None:

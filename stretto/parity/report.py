@@ -67,6 +67,7 @@ class Referenced:
     relative    l2 norm of all differences over that of the reference
     bound       that ``relative`` must not pass: rounding of the dtype that the run computes in
     from_first  ``relative``, with the gradients on ``first_ranks`` ranks in place of the reference
+    problem     why there is no distance, and the others are NaN; empty: there is one
     """
 
     ranks: int
@@ -76,6 +77,7 @@ class Referenced:
     bound: float
     first_ranks: int
     from_first: float
+    problem: str = ""
 
     @property
     def failed(self) -> bool:
@@ -83,6 +85,8 @@ class Referenced:
 
     @property
     def text(self) -> str:
+        if self.problem:
+            return f"{ranks_text(self.ranks)}: FAILED, there is no distance: {self.problem}"
         return (
             f"{ranks_text(self.ranks)}: relative l2 distance {self.relative:.3g} (at most {self.bound:g}: "
             f"{'FAILED' if self.failed else 'passed'}), largest of one tensor {self.largest:.3g} in {self.tensor}"
@@ -144,7 +148,7 @@ class Report:
         off = sum(each.failed for each in self.engaged)
         counts += [f"{off} switches did not engage"] if off else []
         far = sum(each.failed for each in self.referenced)
-        counts += [f"gradients of {far} replays are far from float64"] if far else []
+        counts += [f"gradients of {far} replays are far from float64, or cannot be held against it"] if far else []
         return f"parity {PASSED_TEXT[self.exit_code]}: of {len(rows)} rows {', '.join(counts)}"
 
     def plain(self) -> dict[str, Any]:

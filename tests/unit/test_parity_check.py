@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import tiny
 from PIL import Image
+from safetensors.numpy import save_file
 
 from stretto.config import Config
+from stretto.observe.dump import GRADIENTS
 from stretto.observe.hardware import hardware
 from stretto.parity import curves, report
 from stretto.parity.cells import Cells, Done, left_s
-from stretto.parity.check import engaged, settled
+from stretto.parity.check import against_float64, engaged, referenced, settled
 from stretto.parity.plan import (
     BASE,
     REPORT_FILES,
@@ -33,6 +35,7 @@ from stretto.parity.plan import (
     switch_sets,
 )
 from stretto.parity.report import Compared, Engaged, Grid, Referenced, Report, cell_text
+from stretto.parity.table import strict
 from stretto.parity.verdict import Difference, Distance, Row, RunName, Verdict
 from stretto.resume import locked
 from stretto.types import ConfigError, StrettoError
@@ -495,6 +498,36 @@ def test_gradients_far_from_float64_fail_the_check(relative):
     found = make_report([PASSES], referenced=far)
     (line,) = report.failures(found)
     assert found.exit_code == 1 and "4 ranks: relative l2 distance" in line and "from those on 1 rank 3e-08" in line
+
+
+def dumped(folder: Path, *values: float) -> Cell:
+    """A replay of B that has dumped gradients."""
+    (folder / "dump").mkdir(parents=True)
+    tensors = {f"{GRADIENTS}w": np.array(values, np.float32)}
+    save_file(tensors, folder / "dump" / "update_000000-rank-0-of-1.safetensors")
+    return Cell(condition=BASE, ranks=1, run_dir=folder, partitions=1, words=())
+
+
+def test_gradients_that_are_no_numbers_fail_the_check_and_leave_the_rest_of_the_report(tmp_path):
+    reference = {f"{GRADIENTS}w": np.array([3.0, 4.0])}
+    good, bad = dumped(tmp_path / "good", 3, 4.5), dumped(tmp_path / "bad", float("nan"), 4)
+    assert referenced(good, good, 0.2, reference).relative == 0.1 and not referenced(good, good, 0.2, reference).failed
+    assert not referenced(good, good, 0.2, reference).problem
+    for cell in (bad, replace(good, run_dir=tmp_path / "none")):
+        far = referenced(cell, good, 0.2, reference)
+        found = make_report([PASSES], referenced=far)
+        (line,) = report.failures(found)
+        assert found.exit_code == 1 and "FAILED, there is no distance: " in line
+        assert ("not finite" if cell is bad else "no whole dump") in line
+        assert "| loss | exact |" in report.markdown(found) and json.dumps(strict(found.plain()), allow_nan=False)
+
+
+def test_a_reference_that_cannot_be_made_fails_the_check_for_each_number_of_ranks(stand):
+    small, cells = stand.plan(ranks=(1, 2)), Cells(stand.out, stand.recording, {}, stand.notes.append)
+    question = Question(recipe="r", out=stand.out)
+    found = against_float64(question, small, Config(), cells)  # of a recording that is not there
+    assert [(each.ranks, each.failed) for each in found] == [(1, True), (2, True)]
+    assert all("stretto.parity.reference ended with exit code 1" in each.text for each in found)
 
 
 def test_the_report_names_what_failed_first_and_how_to_repeat_it():
