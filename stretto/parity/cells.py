@@ -46,7 +46,8 @@ class Cells:
     """The runs of one check, in one folder.
 
     A cell that is finished is kept as long as its ``identity`` is the same: its command, options, model files, code,
-    libraries and machine, and (of a replay) the recording. Any other run of it is removed and made again.
+    libraries and machine, and (of a replay) the recording; and as long as what others read of it, a recording or a
+    dump, is there. Any other run of it is removed and made again.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class Cells:
             whole = read_manifest(cell.run_dir)["sessions"][-1]["status"] == "finished"
         except (LookupError, StrettoError):
             return None
-        return float(note["wall_s"]) if whole and note.get("identity") == self._identity(cell) else None
+        same = note.get("identity") == self._identity(cell) and note.get("left") == self._left(cell)
+        return float(note["wall_s"]) if whole and same else None
 
     def forget_report(self) -> None:
         """Remove what an earlier check says: it is of other runs, and stays where this one does not come to its end."""
@@ -98,7 +100,8 @@ class Cells:
         again = f"alone it runs by: {cell.command}"
         self._process(cell.name, cell.file_name, [*self.program, *cell.words], again, lambda: self._news(cell))
         wall_s = round(time.monotonic() - begun, 3)
-        self._write_note(cell.file_name, {"identity": self._identity(cell), "wall_s": wall_s, "command": cell.command})
+        note = {"identity": self._identity(cell), "wall_s": wall_s, "command": cell.command, "left": self._left(cell)}
+        self._write_note(cell.file_name, note)
         return wall_s
 
     def made(self, path: Path, module: str) -> None:
@@ -171,6 +174,18 @@ class Cells:
 
     def _identity(self, cell: Cell) -> str:
         return self._hash({"command": cell.words, "recording": self._recorded() if cell.replay else ""})
+
+    def _left(self, cell: Cell) -> str:
+        """Hash of the recording and the names and sizes of all files that others need of a cell; empty: they need
+        none.
+        """
+        recording, dump = "record" in cell.words, "--dump" in cell.words
+        folders = [self.recording] * recording + [cell.run_dir / "dump"] * dump
+        if not folders:
+            return ""
+        files = sorted((str(p), p.stat().st_size) for folder in folders for p in folder.rglob("*") if p.is_file())
+        facts = {"recording": self._recorded() if recording else "", "files": files}
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def _hash(self, facts: Mapping[str, Any]) -> str:
         text = json.dumps({"asked": self._asked, **facts}, sort_keys=True, default=str)

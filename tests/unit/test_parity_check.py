@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,8 +138,12 @@ if "record" in words:
     recording = pathlib.Path(words[3])
     recording.mkdir(parents=True)
     (recording / "record.json").write_text(str(time.time_ns()))
+    (recording / "partition-0").write_text("rollouts")
 assert not run.exists()
 run.mkdir(parents=True)
+if "--dump" in words:
+    (run / "dump").mkdir()
+    (run / "dump" / "rank-0").write_text("gradients")
 behave = pathlib.Path({behave!r})
 how = behave.read_text() if behave.exists() else "finished"
 with open({log!r}, "a") as log:
@@ -228,6 +233,20 @@ def test_a_new_recording_makes_its_replays_anew_and_nothing_else(stand):
     stand.run()
     (stand.out / "live" / "B" / "manifest.json").unlink()
     assert stand.run() == ["B parity", "B parity", "B-again parity"]
+
+
+@pytest.mark.parametrize(
+    "lost", ["recording", "recording/record.json", "recording/partition-0", "replay/1/B/dump", "replay/1/B/dump/rank-0"]
+)
+def test_what_others_read_of_a_run_is_made_again_where_it_is_lost(stand, lost):
+    stand.run()
+    path = stand.out / lost
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    assert stand.run() == (["B parity"] if "dump" in lost else ["B parity", "B parity", "B-again parity"])
+    assert stand.run() == []
 
 
 def test_other_options_make_every_run_anew(stand):
