@@ -84,10 +84,10 @@ def check(question: Question, note: Note, *, draw: bool = True) -> Report:
 
 
 def settled(question: Question) -> Config:
-    """The config of the live baseline, once every condition is known to be able to run.
+    """The config of the live baseline, once every condition and number of ranks is known to be able to run.
 
     Raises:
-        ConfigError: everything that is wrong, of all conditions at once.
+        ConfigError: everything that is wrong, of all conditions at once, or else of all numbers of ranks.
     """
     recipe, run_dir = Path(question.recipe), question.out / "live" / BASE
     found = examine(recipe, live_sets(question, BASE, run_dir))
@@ -97,6 +97,11 @@ def settled(question: Question) -> Config:
         resolved = resolve(recipe, live_sets(question, condition, run_dir), os.environ)
         refused = resolved.problems or switches.refusals(resolved.config)
         problems += [f"condition {condition}: {text}" for text in refused]
+    for ranks in question.ranks if not problems else ():
+        if ranks != found.config.actor.data_parallel:
+            other = examine(recipe, [*live_sets(question, BASE, run_dir), f"actor.data_parallel={ranks}"])
+            problems += [f"--ranks {ranks}: {problem.text}" for problem in other.problems]
+            exit_code = max(exit_code, other.exit_code)
     if problems and not exit_code:
         problems.append("leave these conditions out by --conditions, or change the recipe by --set")
     if problems:

@@ -38,7 +38,11 @@ from stretto.parity.plan import (
 from stretto.parity.report import Compared, Engaged, Grid, Referenced, Report, cell_text
 from stretto.parity.table import strict
 from stretto.parity.verdict import Difference, Distance, Row, RunName, Verdict
+from stretto.preflight import Examination
+from stretto.preflight.case import Finding
+from stretto.problems import Problem
 from stretto.resume import locked
+from stretto.settings import load
 from stretto.types import ConfigError, StrettoError
 
 OUT = Path("out")
@@ -126,6 +130,27 @@ def test_a_condition_that_a_guard_refuses_is_refused_before_anything_runs(tmp_pa
     assert "condition R+S:" in text and "condition P:" not in text
     assert "--conditions" in text
     assert not (tmp_path / "out" / "live").exists()
+
+
+def test_ranks_that_cannot_run_are_refused_before_anything_runs(monkeypatch):
+    asked = []
+
+    def examined(recipe, sets):
+        """Of which more than two ranks cannot run."""
+        config, _ = load(None, [text for text in sets if not text.startswith("run.dir")], {})
+        asked.append(config.actor.data_parallel)
+        few = config.actor.data_parallel <= 2
+        problems = () if few else (Problem(("actor.data_parallel",), f"no {asked[-1]} GPUs"),)
+        return Examination(config, {}, (Finding("machine", problems, 1),))
+
+    monkeypatch.setattr("stretto.parity.check.examine", examined)
+    question = Question(recipe="r", out=OUT, sets=("model.path=org/model",), ranks=(1, 2))
+    assert settled(replace(question, conditions=(BASE,))).actor.data_parallel == 1
+    assert asked == [1, 2]
+    with pytest.raises(ConfigError) as caught:
+        settled(replace(question, conditions=(BASE,), ranks=(3, 1, 4)))
+    assert caught.value.problems == ["--ranks 3: no 3 GPUs", "--ranks 4: no 4 GPUs"]
+    assert caught.value.exit_code == 1
 
 
 # What is kept --------------------------------------------------------------------------------------------------------
