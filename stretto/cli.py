@@ -47,6 +47,9 @@ def train(
     recipe: Recipe,
     set_: Sets = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest whole checkpoint in run.dir.")] = False,
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints/--no-checkpoints", hidden=True, help="`parity check` starts runs without.")
+    ] = True,
 ) -> None:
     """Train a model by GRPO, rollout and actor running concurrently.
 
@@ -59,21 +62,24 @@ def train(
     from stretto.training import interruptible
 
     with interruptible():
+        from stretto.config import Seams
         from stretto.preflight import checked
 
-        config, sources = checked(recipe, set_ or ())  # before the imports that take seconds
+        seams = Seams(checkpoints=checkpoints)
+        config, sources = checked(recipe, set_ or (), seams=seams)  # before the imports that take seconds
         from stretto import switches
         from stretto.resume import again, what_is_left
         from stretto.training import train as run
 
         config = switches.applied(config)
         go_on = again(str(recipe), set_ or ())
-        run(
-            config,
-            sources,
-            resume=resume,
-            left=lambda done, saved: what_is_left(done, saved, config.updates_to_train, go_on),
-        )
+
+        def left(done: int, saved: int) -> str:
+            if not checkpoints:
+                return f"stopped after {done} of {config.updates_to_train} updates; this run writes no checkpoints"
+            return what_is_left(done, saved, config.updates_to_train, go_on)
+
+        run(config, sources, resume=resume, left=left)
 
 
 @app.command()

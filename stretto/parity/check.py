@@ -22,7 +22,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from stretto import switches
-from stretto.config import Config
+from stretto.config import Config, Seams
 from stretto.observe.dump import read_dump
 from stretto.observe.lineage import write_atomically
 from stretto.observe.manifest import read_manifest
@@ -43,6 +43,8 @@ WORKERS = 2
 """Of P, where neither the command nor the recipe says how many: more than one, so that order is tested."""
 REFERENCE_PARAMETERS = 50_000_000
 """A larger model is not run in float64: it would take longer than all the rest."""
+SEAMS = Seams(checkpoints=False)
+"""Of every run of a check: none writes a checkpoint, so that none needs room for one."""
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}
 """Relative l2 distance of gradients from float64 that rounding of a compute dtype explains."""
 
@@ -90,7 +92,7 @@ def settled(question: Question) -> Config:
         ConfigError: everything that is wrong, of all conditions at once, or else of all numbers of ranks.
     """
     recipe, run_dir = Path(question.recipe), question.out / "live" / BASE
-    found = examine(recipe, live_sets(question, BASE, run_dir))
+    found = examine(recipe, live_sets(question, BASE, run_dir), seams=SEAMS)
     problems = [problem.text for problem in found.problems]
     exit_code = found.exit_code
     for condition in question.conditions[1:] if not problems else ():
@@ -99,7 +101,7 @@ def settled(question: Question) -> Config:
         problems += [f"condition {condition}: {text}" for text in refused]
     for ranks in question.ranks if not problems else ():
         if ranks != found.config.actor.data_parallel:
-            other = examine(recipe, [*live_sets(question, BASE, run_dir), f"actor.data_parallel={ranks}"])
+            other = examine(recipe, [*live_sets(question, BASE, run_dir), f"actor.data_parallel={ranks}"], seams=SEAMS)
             problems += [f"--ranks {ranks}: {problem.text}" for problem in other.problems]
             exit_code = max(exit_code, other.exit_code)
     if problems and not exit_code:

@@ -196,9 +196,8 @@ def live_sets(question: Question, condition: str, run_dir: Path) -> list[str]:
     """``--set`` values of a live run. What the user sets comes after the defaults of a check, and before what makes the
     condition.
     """
-    defaults = ["eval.every=0", "checkpoint.every=0"]
     own = [f"run.dir={run_dir}", f"run.updates={question.updates}"]
-    return [*defaults, *question.sets, *switch_sets(condition, question.workers), *own]
+    return ["eval.every=0", *question.sets, *switch_sets(condition, question.workers), *own]
 
 
 def make_plan(question: Question, config: Config, *, reference: bool = True) -> Plan:
@@ -239,7 +238,7 @@ def _within(cells: Sequence[Cell]) -> list[Comparison]:
 def _live(question: Question, name: str, partitions: int) -> Cell:
     run_dir = question.out / "live" / FOLDERS.get(name, name)
     sets = _options(live_sets(question, BASE if name == CONTROL else name, run_dir))
-    words = ["train", question.recipe, *sets]
+    words = ["train", question.recipe, "--no-checkpoints", *sets]  # as of those that record or replay
     if name == BASE:
         counts = ["--partitions", str(question.record_partitions), "--updates", str(question.updates)]
         words = ["parity", "record", question.recipe, str(question.recording), *counts, *sets]

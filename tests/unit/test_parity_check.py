@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,9 @@ import pytest
 import tiny
 from PIL import Image
 from safetensors.numpy import save_file
+from typer.testing import CliRunner
 
+from stretto.cli import app
 from stretto.config import Config
 from stretto.observe.dump import GRADIENTS
 from stretto.observe.hardware import hardware
@@ -59,17 +62,32 @@ def plan(**changes) -> Plan:
 def test_the_runs_of_a_small_check_are_these():
     off = "--set switches.processor_pool=0 --set switches.logprob_reuse=false --set switches.chunk_overlap=false"
     p_s = "--set switches.processor_pool=2 --set switches.logprob_reuse=false --set switches.chunk_overlap=true"
-    live = "--set eval.every=0 --set checkpoint.every=0 --set actor.lr=0.1"
+    live = "--set eval.every=0 --set actor.lr=0.1"
     replay = "--set actor.data_parallel=1 --set run.determinism=exact"
     assert [cell.command for cell in plan(sets=("actor.lr=0.1",)).cells] == [
         f"stretto parity record r.toml out/recording --partitions 2 --updates 4 {live} {off} "
         "--set run.dir=out/live/B --set run.updates=4",
-        f"stretto train r.toml {live} {off} --set run.dir=out/live/B-again --set run.updates=4",
-        f"stretto train r.toml {live} {p_s} --set run.dir=out/live/P+S --set run.updates=4",
+        f"stretto train r.toml --no-checkpoints {live} {off} --set run.dir=out/live/B-again --set run.updates=4",
+        f"stretto train r.toml --no-checkpoints {live} {p_s} --set run.dir=out/live/P+S --set run.updates=4",
         f"stretto parity replay out/recording out/replay/1/B {replay} {off} --dump 0",
         f"stretto parity replay out/recording out/replay/1/B-again {replay} {off}",
         f"stretto parity replay out/recording out/replay/1/P+S {replay} {p_s}",
     ]
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_live_run_of_a_check_writes_no_checkpoint_at_its_end(monkeypatch, checkpoints):
+    started = []
+    monkeypatch.setattr("stretto.preflight.checked", lambda _, sets, *, seams: (Config(seams=seams), {}))
+    monkeypatch.setattr("stretto.training.interruptible", nullcontext)
+    monkeypatch.setattr("stretto.training.train", lambda config, _, *, resume, left: started.append((config, left)))
+    words = list(plan().cells[1].words)
+    if checkpoints:
+        words.remove("--no-checkpoints")
+    assert CliRunner().invoke(app, words).exit_code == 0
+    ((config, left),) = started
+    assert config.seams.checkpoints is checkpoints
+    assert ("this run writes no checkpoints" in left(3, 0)) is not checkpoints
 
 
 def test_each_run_is_compared_with_the_baseline_of_its_kind_and_number_of_ranks():
@@ -135,10 +153,11 @@ def test_a_condition_that_a_guard_refuses_is_refused_before_anything_runs(tmp_pa
 def test_ranks_that_cannot_run_are_refused_before_anything_runs(monkeypatch):
     asked = []
 
-    def examined(recipe, sets):
+    def examined(recipe, sets, seams):
         """Of which more than two ranks cannot run."""
         config, _ = load(None, [text for text in sets if not text.startswith("run.dir")], {})
         asked.append(config.actor.data_parallel)
+        assert not seams.checkpoints
         few = config.actor.data_parallel <= 2
         problems = () if few else (Problem(("actor.data_parallel",), f"no {asked[-1]} GPUs"),)
         return Examination(config, {}, (Finding("machine", problems, 1),))
