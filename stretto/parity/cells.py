@@ -45,9 +45,9 @@ class Done:
 class Cells:
     """The runs of one check, in one folder.
 
-    A cell that is finished is kept as long as its ``identity`` is the same: its command, options, model files, code,
-    libraries and machine, and (of a replay) the recording; and as long as what others read of it, a recording or a
-    dump, is there. Any other run of it is removed and made again.
+    A cell that is finished is kept as long as its ``identity`` is the same: its command, options, what it reads
+    (``inputs.py``), code, libraries and machine, and (of a replay) the recording; and as long as what others read of
+    it, a recording or a dump, is there. Any other run of it is removed and made again.
     """
 
     def __init__(
@@ -224,13 +224,6 @@ def arithmetic() -> dict[str, Any]:
         "gpus": [(gpu["name"], gpu["driver"]) for gpu in found["gpus"]],
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
     }
-
-
-def files_of(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of each file of a model folder; empty for a hub id."""
-    if not folder.is_dir():
-        return {}
-    return {p.name: (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.iterdir()) if p.is_file()}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

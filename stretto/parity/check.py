@@ -28,8 +28,9 @@ from stretto.observe.lineage import write_atomically
 from stretto.observe.manifest import read_manifest
 from stretto.observe.trace import read_events
 from stretto.parity import curves, report, table
-from stretto.parity.cells import Cells, Done, files_of
+from stretto.parity.cells import Cells, Done
 from stretto.parity.compare import compare
+from stretto.parity.inputs import inputs
 from stretto.parity.plan import BASE, Cell, Plan, Question, live_sets, make_plan
 from stretto.parity.report import Compared, Engaged, Referenced, Report
 from stretto.preflight import examine
@@ -69,8 +70,7 @@ def check(question: Question, note: Note, *, draw: bool = True) -> Report:
     )
     config = settled(question)
     plan = make_plan(question, config, reference=not no_reference(config))
-    model = files_of(Path(config.model.path)) if config.model.path else {}
-    asked = {"config": config.model_dump(mode="json"), "model": model}
+    asked = {"config": config.model_dump(mode="json"), "inputs": inputs(config)}
     with locked(question.out):
         cells = Cells(question.out, question.recording, asked, note)
         try:

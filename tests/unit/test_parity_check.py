@@ -27,6 +27,7 @@ from stretto.observe.hardware import hardware
 from stretto.parity import curves, report
 from stretto.parity.cells import Cells, Done, left_s
 from stretto.parity.check import against_float64, engaged, referenced, settled
+from stretto.parity.inputs import code_of, inputs
 from stretto.parity.plan import (
     BASE,
     REPORT_FILES,
@@ -170,6 +171,53 @@ def test_ranks_that_cannot_run_are_refused_before_anything_runs(monkeypatch):
         settled(replace(question, conditions=(BASE,), ranks=(3, 1, 4)))
     assert caught.value.problems == ["--ranks 3: no 3 GPUs", "--ranks 4: no 4 GPUs"]
     assert caught.value.exit_code == 1
+
+
+# What runs read ------------------------------------------------------------------------------------------------------
+
+
+def reading(folder: Path) -> tuple[Config, list[Path]]:
+    """A config whose runs read files in ``folder``, and these files."""
+    names = [
+        "teacher/w",
+        "images/a/1.png",
+        "train.jsonl",
+        "own_reward.py",
+        "own_hooks/__init__.py",
+        "own_hooks/deep.py",
+    ]
+    files = [folder / name for name in ("model/w", *names)]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("one")
+    tables = {
+        "model": {"path": str(folder / "model")},
+        "algorithm": {"teacher": str(folder / "teacher")},
+        "data": {
+            "source": "files",
+            "train_files": (str(folder / "train.jsonl"),),
+            "image_folder": str(folder / "images"),
+        },
+        "reward": {"function": "own_reward:score"},
+        "actor": {"before_logprob_hook": "own_hooks.deep:route"},
+    }
+    return Config.model_validate(tables), files
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_another_file_of_those_that_runs_read_makes_them_anew(tmp_path, monkeypatch, number):
+    monkeypatch.chdir(tmp_path)
+    config, files = reading(tmp_path)
+    before = inputs(config)
+    assert inputs(config) == before
+    files[number].write_text("other")
+    after = inputs(config)
+    assert sum(before[name] != after[name] for name in before) == 1
+
+
+def test_what_runs_read_need_not_be_there():
+    assert inputs(Config()) == {"model": [], "teacher": [], "images": [], "data": [], "reward": "", "hook": ""}
+    assert code_of("no_such_module_of_anyone:f") == ""
 
 
 # What is kept --------------------------------------------------------------------------------------------------------
@@ -330,7 +378,7 @@ def test_a_run_that_fails_is_shown_with_its_log_and_command_and_the_ones_before_
     log = stand.out / "logs" / "live-B-again.log"
     assert "live: B again ended with exit code 1" in text and str(log) in text
     assert "  something was said\n  this went wrong" in text
-    assert "stretto train r --set" in text
+    assert "stretto train r --no-checkpoints --set" in text
     stand.behave.unlink()
     assert stand.run() == ["B-again train"]
 
