@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from stretto.arguments import Recipe, Sets
+from stretto.types import ConfigError, StrettoError
+
+EXIT_NOTHING_SHOWN = 2
 
 app = typer.Typer(
     help="Prove that a change of how a run works changes no number: record, replay, compare.",
@@ -132,7 +138,8 @@ def check(
     Runs B twice and every other condition once, live and on a recording, each in a process of its own; writes
     report.md, report.json and curves.png.
 
-    Exit code 0: every row passes. 1: one fails. 3: none fails, but one is undecidable.
+    Exit code 0: every row passes. 1: one fails. 3: none fails, but one is undecidable. 2: nothing is shown, since the
+    recipe cannot run, a run failed, or runs do not compare.
     """
     from stretto.parity.check import check as run
     from stretto.parity.plan import Question, parse_conditions, parse_ranks
@@ -149,7 +156,19 @@ def check(
         ranks=parse_ranks(ranks) if ranks else (),
         sets=tuple(set_ or ()),
     )
-    with interruptible():
+    with interruptible(), _nothing_shown():
         found = run(question, lambda line: print(line, flush=True), draw=draw)
     print(f"\n{text(found)}\n\nreport              {out / 'report.md'}")
     raise typer.Exit(found.exit_code)
+
+
+@contextmanager
+def _nothing_shown() -> Iterator[None]:
+    """Errors that keep a check from its end have an exit code of their own: 1 says that numbers differ."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(error.problems, exit_code=EXIT_NOTHING_SHOWN) from None
+    except StrettoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_NOTHING_SHOWN) from None

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from stretto.cli import app
+from stretto.cli import app, main
 from stretto.config import Config
 from stretto.observe.dump import GRADIENTS
 from stretto.observe.hardware import hardware
@@ -41,7 +41,7 @@ from stretto.parity.plan import (
 )
 from stretto.parity.report import Compared, Engaged, Grid, Referenced, Report, cell_text
 from stretto.parity.table import strict
-from stretto.parity.verdict import Difference, Distance, Row, RunName, Verdict
+from stretto.parity.verdict import Difference, Distance, Incomparable, Row, RunName, Verdict
 from stretto.preflight import Examination
 from stretto.preflight.case import Finding
 from stretto.problems import Problem
@@ -411,6 +411,29 @@ def test_time_left_is_the_median_of_the_like():
     # Two replays on one rank like the one before; three on four ranks, of which none is known: median of all, 44.
     assert left_s(done, cells[4:]) == 2 * 10 + 3 * 44
     assert left_s(done, []) == 0
+
+
+# How it ends ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StrettoError("live: B ended with exit code 1"),
+        Incomparable("these runs do not compare"),
+        ConfigError(["too little memory"], exit_code=1),
+    ],
+)
+def test_a_check_that_shows_nothing_does_not_end_as_if_numbers_differed(monkeypatch, capsys, error):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr("stretto.parity.check.check", fails)
+    monkeypatch.setattr("stretto.training.interruptible", nullcontext)
+    monkeypatch.setattr(sys, "argv", ["stretto", "parity", "check", "r.toml"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and str(error) in capsys.readouterr().err
 
 
 # Curves --------------------------------------------------------------------------------------------------------------
