@@ -203,7 +203,7 @@ def no_reference(config: Config) -> str:
 
 
 def against_float64(question: Question, plan: Plan, config: Config, cells: Cells) -> tuple[Referenced, ...]:
-    """Gradients of the first update of each B that was replayed, against float64; where that cannot be, why."""
+    """Gradients of the first partition of each B that was replayed, against float64; where that cannot be, why."""
     bases = [cell for cell in plan.cells if cell.replay and cell.condition == BASE]
     bound = BOUNDS[config.model.dtype]
     try:

@@ -58,7 +58,7 @@ class Question:
 
     @property
     def reference(self) -> Path:
-        """Gradients of the first update in float64."""
+        """Gradients of the last update of the first partition in float64."""
         return self.out / "reference.safetensors"
 
 

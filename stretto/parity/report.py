@@ -14,6 +14,7 @@ from stretto.parity.curves import PANELS, apart_text
 from stretto.parity.plan import ACROSS, Comparison, Plan, Question, ranks_text
 from stretto.parity.verdict import EXIT_FAILED, EXIT_UNDECIDABLE, Row, Verdict
 
+REFERENCE_TITLE = "Gradients of the first partition (its last update) against float64"
 PASSED_TEXT = {0: "passed", EXIT_FAILED: "FAILED", EXIT_UNDECIDABLE: "undecidable"}
 
 
@@ -61,7 +62,7 @@ class Engaged:
 
 @dataclass(frozen=True, kw_only=True)
 class Referenced:
-    """Gradients of the first update of a replay against float64.
+    """Gradients of the last update of a replay's first partition against float64.
 
     largest     over tensors: largest difference over the largest absolute reference value of the tensor (``tensor``)
     relative    l2 norm of all differences over that of the reference
@@ -275,8 +276,8 @@ def title(group: str, report: Report) -> str:
     if group == ACROSS:
         return "Across numbers of ranks (replays of B): how far apart"
     columns = [each for each in report.compared if each.comparison.group == group]
-    updates = max(each.verdict.updates for each in columns)
-    return f"{group[0].upper()}{group[1:]}: B and each other run, {updates} updates"
+    partitions = max(each.verdict.updates for each in columns)  # a comparison looks at each once, after its last update
+    return f"{group[0].upper()}{group[1:]}: B and each other run, {partitions} partitions"
 
 
 def text(report: Report) -> str:
@@ -284,11 +285,23 @@ def text(report: Report) -> str:
     parts = [f"{title(group, report)}\n\n{grid.text()}" for group, grid in grids(report).items()]
     if report.referenced or report.reference_note:
         lines = [each.text for each in report.referenced] or [report.reference_note]
-        parts.append("\n".join(["Gradients of the first update against float64", "", *lines]))
+        parts.append("\n".join([REFERENCE_TITLE, "", *lines]))
     if wrong := failures(report):
         parts.append("\n".join(["What failed", "", *wrong]))
     parts.append(report.headline)
     return "\n\n".join(parts)
+
+
+def _counted(report: Report) -> list[str]:
+    """What "update" means in a row, where a partition takes several."""
+    partitions, updates = report.plan.cells[0].partitions, report.question.updates
+    if partitions == updates:
+        return []
+    return [
+        f"A partition takes {updates // partitions} updates. Rows hold the state after the last of them, and an "
+        '"update" that a line names is a partition.',
+        "",
+    ]
 
 
 def markdown(report: Report) -> str:
@@ -300,12 +313,13 @@ def markdown(report: Report) -> str:
         f"**{report.headline}**",
         "",
         f"Conditions {', '.join(question.conditions)}, each trained live for {question.updates} updates, and "
-        f"{question.record_partitions} recorded rollout batches replayed under each of them on "
+        f"{question.record_partitions} recorded partitions (rollout batches) replayed under each of them on "
         f"{', '.join(ranks_text(ranks) for ranks in question.ranks)}. B was run twice in each place: where these two "
         "differ, a row is undecidable. Every run is a process of its own.",
         "",
         "This holds for this recipe, these updates and one machine of this kind; it says nothing about speed.",
         "",
+        *_counted(report),
         *(f"- {name}: {value}" for name, value in report.facts.items()),
         "",
     ]
@@ -316,7 +330,7 @@ def markdown(report: Report) -> str:
         lines += [f"## {title(group, report)}", "", grid.markdown(), ""]
         if told := terms_of(group, report):
             lines += [*(f"- {line}" for line in told), ""]
-    lines += ["## Gradients of the first update against float64", ""]
+    lines += [f"## {REFERENCE_TITLE}", ""]
     lines += [f"- {each.text}" for each in report.referenced] or [report.reference_note]
     lines += ["", "## Curves", ""]
     if report.curves is None:

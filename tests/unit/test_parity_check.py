@@ -699,6 +699,16 @@ def test_the_first_divergence_is_the_cause_of_the_rest():
     assert first(row("multimodal tensors", update=2), row("parameters", phase="parameters")) == "parameters"
 
 
+def test_a_report_counts_partitions_where_each_takes_several_updates():
+    found = make_report([PASSES])
+    assert "Live: B and each other run, 4 partitions" in report.text(found)
+    assert "A partition takes" not in report.markdown(found)
+    config = Config.model_validate({"actor": {"minis_per_partition": 2}})
+    several = make_plan(replace(found.question, updates=8), config)
+    text = report.markdown(replace(found, plan=several, question=replace(found.question, updates=8)))
+    assert "A partition takes 2 updates. " in text and "2 recorded partitions" in text
+
+
 def test_the_words_of_a_cell():
     assert [cell_text(row) for row in (PASSES, FAILS, UNDECIDABLE, ABSENT)] == [
         "exact",
