@@ -51,6 +51,7 @@ def replay(recording: Path, run_dir: Path, *sets: str, options: tuple[str, ...] 
     return run("parity", "replay", recording, run_dir, *options, *words, code=code)
 
 
+@pytest.mark.long  # short: the check of test_switch_runs holds a replay against its live run
 def test_a_replay_under_the_recorded_options_is_the_recorded_run(recorded, tmp_path):
     folder, output = recorded
     assert "update 3/3" in output
@@ -71,6 +72,7 @@ def test_a_replay_under_the_recorded_options_is_the_recorded_run(recorded, tmp_p
     assert (session["status"], session["updates_done"]) == ("finished", 2)
 
 
+@pytest.mark.long
 def test_a_folder_that_is_in_use_is_refused(recorded, tmp_path):
     folder, _ = recorded
     assert f"{folder} is not empty" in run("parity", "record", recipe(tmp_path), folder, code=1)

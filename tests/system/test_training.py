@@ -181,7 +181,7 @@ def test_ctrl_c_ends_within_ten_seconds_says_what_is_lost_and_can_be_resumed(mar
 @pytest.mark.parametrize(
     "side",
     [
-        "RolloutProcess",
+        pytest.param("RolloutProcess", marks=pytest.mark.long),  # short: an actor rank, in test_ranks
         pytest.param("ActorProcess", marks=pytest.mark.long),
         pytest.param("LedgerActor", marks=pytest.mark.long),
     ],
