@@ -31,14 +31,15 @@ def write_dump(run_dir: Path | str, update: int, rank: int, world: int, tensors:
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(dict(tensors), temporary)
-        temporary.replace(path)
+        try:
+            save_file(dict(tensors), temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         raise StrettoError(
             f"gradients and parameters of update {update} cannot be dumped to {path}: {error}"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 
