@@ -127,7 +127,7 @@ class Cells:
                 time.sleep(0.1)
                 news()
         except BaseException:
-            _end(process)
+            end(process)
             raise
         if process.returncode != 0:
             lines = "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-LOG_LINES:])
@@ -226,7 +226,7 @@ def arithmetic() -> dict[str, Any]:
     }
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """A terminal's Ctrl-C has reached it already; anything else has not."""
     process.send_signal(signal.SIGINT)
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import stretto
 from stretto.config import Config
-from stretto.parity.cells import _end as end
+from stretto.parity.cells import end
 from stretto.parity.folder import RunFolder
 from stretto.types import StrettoError
 
