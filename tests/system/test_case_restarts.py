@@ -58,6 +58,7 @@ def kill_after(recipe: Path, run: Path, line: str, *arguments: str) -> None:
 
 @pytest.mark.case("E4")
 @pytest.mark.case("E5")
+@pytest.mark.long
 def test_prompts_0_to_7_are_trained_once_each_over_two_kills(marked, tmp_path):
     """Two prompts an update, two more generated ahead; killed after the first step, and again after the next one."""
     path = recipe(tmp_path, marked, prompts=8, at_once=2, updates=4)

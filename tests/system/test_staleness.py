@@ -63,6 +63,7 @@ def assert_every_prompt_once(path: Path, run: Path, updates: int) -> None:
         assert prints[k]["inputs.pixel_values"] == combine({"pixel_values": column_sum(pixels, range(8))})
 
 
+@pytest.mark.long  # short: tests/unit/test_rollout_staleness.py
 def test_a_bounded_run_trains_within_its_bound_and_a_resumed_one_too(tmp_path):
     path = recipe(tmp_path, 1)
     run = tmp_path / "run"
