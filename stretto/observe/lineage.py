@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from stretto.types import StrettoError
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """A reader sees the old file or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """A reader sees the old file or the new one, whole. Processes and threads may write the same file at once."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)

@@ -11,7 +11,8 @@ import numpy as np
 
 from stretto.observe.dump import GRADIENTS, PARAMETERS, read_dump
 from stretto.parity.folder import RunFolder, Update
-from stretto.parity.rows import QUANTITIES, Found, Origin, Quantity
+from stretto.parity.quantities import QUANTITIES
+from stretto.parity.rows import Found, Origin, Quantity
 from stretto.parity.terms import Terms, require_comparable, terms, topology, unfinished
 from stretto.parity.verdict import Difference, Distance, Incomparable, Row, Status, Verdict
 from stretto.types import StrettoError

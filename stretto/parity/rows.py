@@ -1,4 +1,4 @@
-"""The rows of the table: which quantities there are, and how far two updates are apart in each of them."""
+"""What a row of the table is, and how far two updates are apart in one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ they are judged; log-probs of the actor before and in training; the norm of its 
 them.
 """
 _TOKEN_BITS = 32
-_PLACE = ("chunk", "rank", "microbatch", "row")
+PLACE = ("chunk", "rank", "microbatch", "row")
 
 
 NOTHING = Distance(compared=0, differing=0)
@@ -163,9 +163,9 @@ def _named(quantity: Quantity, a: Update, b: Update, key: int, keys_a: np.ndarra
 def place(update: Update, sample: int) -> str | None:
     """Where the schedule of a run puts a sample; None where that is not on record."""
     at = np.flatnonzero(update.columns["global_index"] == sample)
-    if not len(at) or any(name not in update.columns for name in _PLACE):
+    if not len(at) or any(name not in update.columns for name in PLACE):
         return None
-    return str(_value(update, _PLACE, at))
+    return str(_value(update, PLACE, at))
 
 
 def _value(update: Update, columns: Sequence[str], rows: np.ndarray) -> Value:
@@ -285,134 +285,3 @@ def tensors(quantity: Quantity, a: Update, b: Update) -> Found:
     values = [f"{one[apart[0]]:016x}" if apart[0] in one else None for one in hashed]
     first = Difference(update=a.update, phase=quantity.phase, a=values[0], b=values[1], parameter=apart[0])
     return Found(distance=distance, first=first)
-
-
-MAX_ABS = "max abs"
-QUANTITIES: tuple[Quantity, ...] = (
-    Quantity(
-        name="prompt tokens",
-        phase="inputs",
-        origin="data",
-        find=samples,
-        columns=("prompt_hash",),
-        prints=("inputs.prompt_ids", "inputs.mm_token_type_ids"),
-    ),
-    Quantity(
-        name="response tokens",
-        phase="inputs",
-        origin="rollout",
-        find=tokens,
-        columns=("response_ids",),
-        prints=("inputs.response_ids",),
-    ),
-    Quantity(
-        name="response lengths", phase="inputs", origin="rollout", find=samples, columns=("lengths",), unit=MAX_ABS
-    ),
-    Quantity(name="loss masks", phase="phase 3", origin="rollout", find=tokens, columns=("loss_mask",)),
-    Quantity(
-        name="raw rewards",
-        phase="inputs",
-        origin="rollout",
-        find=samples,
-        columns=("raw_rewards",),
-        prints=("inputs.rewards",),
-        unit=MAX_ABS,
-    ),
-    Quantity(name="rewards", phase="phase 2", origin="judged", find=samples, columns=("rewards",), unit=MAX_ABS),
-    Quantity(
-        name="failed samples",
-        phase="inputs",
-        origin="rollout",
-        find=samples,
-        columns=("valid",),
-        prints=("inputs.valid",),
-    ),
-    Quantity(name="truncation", phase="inputs", origin="rollout", find=samples, columns=("truncated",)),
-    Quantity(
-        name="multimodal tensors",
-        phase="inputs",
-        origin="data",
-        find=samples,
-        columns=("image_hash",),
-        prints=("inputs.pixel_values", "inputs.image_grid_thw"),
-    ),
-    Quantity(
-        name="policy versions",
-        phase="inputs",
-        origin="rollout",
-        find=samples,
-        columns=("version_start", "version_end"),
-        unit="",
-    ),
-    Quantity(
-        name="rollout log-probs",
-        phase="inputs",
-        origin="rollout",
-        find=tokens,
-        columns=("rollout_logprobs",),
-        prints=("inputs.rollout_logprobs",),
-        unit=MAX_ABS,
-    ),
-    Quantity(
-        name="advantages",
-        phase="phase 2",
-        origin="judged",
-        find=samples,
-        columns=("advantages",),
-        prints=("advantages",),
-        unit=MAX_ABS,
-    ),
-    Quantity(
-        name="microbatch schedule",
-        phase="phase 1",
-        origin="schedule",
-        find=samples,
-        columns=_PLACE,
-        prints=("schedule",),
-    ),
-    Quantity(
-        name="old-policy log-probs",
-        phase="phase 1",
-        origin="log-probs",
-        find=tokens,
-        columns=("old_logprobs",),
-        unit=MAX_ABS,
-    ),
-    Quantity(
-        name="training log-probs",
-        phase="phase 3",
-        origin="training",
-        find=tokens,
-        columns=("train_logprobs",),
-        unit=MAX_ABS,
-    ),
-    Quantity(name="loss", phase="phase 3", origin="trained", find=metric("loss", absolute), unit=MAX_ABS),
-    Quantity(
-        name="gradient norm", phase="phase 3", origin="norm", find=metric("grad_norm", symmetric), unit="relative"
-    ),
-    Quantity(
-        name="gradients",
-        phase="phase 3",
-        origin="trained",
-        find=tensors,
-        columns=("hash.gradients",),
-        prints=("gradients",),
-    ),
-    Quantity(
-        name="parameters",
-        phase="parameters",
-        origin="trained",
-        find=tensors,
-        columns=("hash.parameters",),
-        prints=("parameters",),
-    ),
-    Quantity(
-        name="optimizer state",
-        phase="parameters",
-        origin="trained",
-        find=tensors,
-        columns=("hash.optimizer",),
-        prints=("optimizer",),
-    ),
-)
-"""In the order of the table. Without a critic returns are the advantages."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save
 
+from stretto.observe.lineage import write_atomically
 from stretto.recording.layout import FORMAT, IMAGES, PARTITIONS, PAYLOADS, RECORD, SCHEMA, partition_path
 from stretto.recording.reader import RecordedGroup
 from stretto.types import StrettoError
@@ -152,17 +151,8 @@ def _rows(group: RecordedGroup, payload: str) -> Iterator[dict[str, Any]]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """A reader sees the file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     with _told(path):
-        try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_atomically(path, content)
 
 
 @contextmanager

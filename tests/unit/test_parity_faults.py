@@ -19,7 +19,7 @@ from parity_case import Work, flip_bit, nudge, tuples
 
 from stretto.parity import table
 from stretto.parity.compare import compare
-from stretto.parity.rows import QUANTITIES
+from stretto.parity.quantities import QUANTITIES
 from stretto.parity.verdict import Row, Verdict
 
 
