@@ -18,15 +18,18 @@ from stretto.types import Split
 ROWS: dict[Split, int] = {"train": 2048, "validation": 200, "test": 400}
 
 
-def write(folder: Path, split: Split, rows: int) -> None:
-    """``rows`` rows of a split to ``folder``/<split>.jsonl, and an image for each."""
+def write(folder: Path, split: Split, rows: int, scale: int = 1) -> None:
+    """``rows`` rows of a split to ``folder``/<split>.jsonl, and an image for each, ``scale`` times as wide and high."""
     source = Digits(DataConfig(digits=2), split)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
         for row in range(rows):
             prompt = source[row]
             name = f"images/{split}-{row:05}.png"
-            Image.fromarray(prompt.images[0]).save(folder / name)
+            image = Image.fromarray(prompt.images[0])
+            if scale > 1:
+                image = image.resize((image.width * scale, image.height * scale), Image.Resampling.BICUBIC)
+            image.save(folder / name)
             line = {"id": f"{split}-{row:05}", "prompt": "<image>Sum?", "images": [name], "answer": prompt.answer}
             file.write(json.dumps(line) + "\n")
 
@@ -36,7 +39,8 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path, help="where to write; made if need be")
     for name, count in ROWS.items():
         parser.add_argument(f"--{name}", type=int, default=count, metavar="ROWS", help=f"rows of {name} ({count})")
+    parser.add_argument("--scale", type=int, default=1, help="enlarge images, so that processing them costs more (1)")
     options = parser.parse_args()
     for name in ROWS:
-        write(options.folder, name, getattr(options, name))
+        write(options.folder, name, getattr(options, name), options.scale)
     print(f"wrote {', '.join(f'{name}.jsonl' for name in ROWS)} and their images to {options.folder}")

@@ -14,8 +14,7 @@ from stretto import switches
 from stretto.config import Block, NonNegativeFloat, NonNegativeInt, PositiveInt
 from stretto.wording import shown
 
-BASE = "B"
-LETTERS = tuple(switch.letter for switch in switches.ALL)
+BASE, LETTERS = switches.BASE, switches.LETTERS
 
 
 @dataclass(frozen=True)
@@ -134,10 +133,8 @@ def parse_window(text: str) -> Window:
 
 def condition_sets(plan: Plan, condition: str) -> dict[str, Any]:
     """The options that make a condition: every switch, on or off, and what a variant adds."""
-    on = condition.partition("(")[0].split("+")
-    values: dict[str, Any] = {f"switches.{switch.name}": switch.letter in on for switch in switches.ALL}
-    values["switches.processor_pool"] = plan.pool_size if "P" in on else 0
-    return values | plan.variants.get(condition, {})
+    letters = condition.partition("(")[0].split("+")
+    return switches.options(letters, plan.pool_size) | plan.variants.get(condition, {})
 
 
 def _toml(value: Any) -> str:

@@ -66,14 +66,14 @@ def problems_of(plan: Plan) -> Iterator[str]:
 
 def _condition_problems(plan: Plan) -> Iterator[str]:
     for condition in plan.conditions:
-        letters, bracket, _ = condition.partition("(")
-        parts = [] if letters == BASE else letters.split("+")
-        if len(set(parts)) < len(parts) or not set(parts) <= set(LETTERS):
+        named, bracket, _ = condition.partition("(")
+        letters = switches.letters(named)
+        if letters is None:
             yield f"conditions names {shown(condition)}: expected B, or letters of {', '.join(LETTERS)} joined by +"
-        elif {"R", "S"} <= set(parts):
+        elif {"R", "S"} <= set(letters):
             yield f"conditions names {shown(condition)}: {R_WITH_S}"
         elif bracket and condition not in plan.variants:
-            yield f"conditions names {shown(condition)}: say in [variants.{shown(condition)}] what it adds to {letters}"
+            yield f"conditions names {shown(condition)}: say in [variants.{shown(condition)}] what it adds to {named}"
     for name in plan.variants:
         if not re.fullmatch(r"[^()]+\([^()]+\)", name):
             yield f"variants.{shown(name)}: expected a condition and a label in brackets, such as B(c=1)"

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from stretto import switches
 from stretto.bench.plan import BASE, LETTERS, Plan
 from stretto.bench.plan_checks import bad_values, problems_of, unknown_keys
 from stretto.observe.lineage import write_atomically
@@ -139,10 +140,9 @@ def _dotted(table: Any) -> Any:
 
 def _ordered(condition: str) -> str:
     """``S+P`` as ``P+S``; what is no condition is left for the checks."""
-    letters, bracket, label = condition.partition("(")
-    parts = letters.split("+")
-    ordered = "+".join(letter for letter in LETTERS if letter in parts)
-    return f"{ordered}{bracket}{label}" if sorted(parts) == sorted(ordered.split("+")) else condition
+    named, bracket, label = condition.partition("(")
+    letters = switches.letters(named)
+    return condition if letters is None else f"{'+'.join(letters) or BASE}{bracket}{label}"
 
 
 def _is_factorial(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from stretto import switches
 from stretto.config import Config
 from stretto.types import ConfigError
 
-BASE = "B"
+BASE = switches.BASE
 CONTROL = "B again"
 """The baseline run once more: how far two runs of one condition are apart."""
 RECORDED = "recorded run"
@@ -150,24 +151,21 @@ def parse_conditions(text: str) -> tuple[str, ...]:
     Raises:
         ConfigError: a name that is none.
     """
-    letters = [switch.letter for switch in switches.ALL]
     found, wrong = [BASE], []
     for name in filter(None, (part.strip() for part in text.split(","))):
-        parts = name.split("+")
-        if name != BASE and (len(set(parts)) < len(parts) or not set(parts) <= set(letters)):
+        letters = switches.letters(name)
+        if letters is None:
             wrong.append(name)
-            continue
-        ordered = "+".join(letter for letter in letters if letter in parts) or BASE
-        if ordered not in found:
-            found.append(ordered)
+        else:
+            found.append("+".join(letters) or BASE)
     if wrong:
         raise ConfigError(
             [
-                f"--conditions names {name!r}: expected B, or letters of {', '.join(letters)} joined by +"
+                f"--conditions names {name!r}: expected B, or letters of {', '.join(switches.LETTERS)} joined by +"
                 for name in wrong
             ]
         )
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -186,10 +184,8 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 def switch_sets(condition: str, workers: int) -> list[str]:
     """``--set`` values of every switch, those that are off too: the recipe may have them on."""
-    on = condition.split("+")
-    values = {switch.name: "true" if switch.letter in on else "false" for switch in switches.ALL}
-    values["processor_pool"] = str(workers if "P" in on else 0)
-    return [f"switches.{name}={value}" for name, value in values.items()]
+    values = switches.options(condition.split("+"), workers)
+    return [f"{name}={json.dumps(value)}" for name, value in values.items()]
 
 
 def live_sets(question: Question, condition: str, run_dir: Path) -> list[str]:
