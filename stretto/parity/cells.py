@@ -7,9 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import stretto
+from stretto import child
+from stretto.child import PROGRAM, count_lines, last_lines, run_logged
 from stretto.observe.hardware import hardware
 from stretto.observe.lineage import write_atomically
 from stretto.observe.manifest import ENVIRONMENT, read_manifest, versions
@@ -27,10 +26,7 @@ from stretto.resume import refuse_if_locked
 from stretto.types import StrettoError
 
 Note = Callable[[str], None]
-PROGRAM = (sys.executable, "-m", "stretto.cli")
 NEWS_EVERY_S = 30.0
-ENDS_WITHIN_S = 60.0
-LOG_LINES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,20 +115,9 @@ class Cells:
 
     def _process(self, name: str, log_name: str, command: Sequence[str], again: str, news: Callable[[], None]) -> None:
         log = self.out / "logs" / f"{log_name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as file:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            while process.poll() is None:
-                time.sleep(0.1)
-                news()
-        except BaseException:
-            end(process)
-            raise
-        if process.returncode != 0:
-            lines = "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        if exit_code := run_logged(command, log, each=news):
             raise StrettoError(
-                f"{name} ended with exit code {process.returncode}; the end of {log}:\n{lines}\n{again}\n"
+                f"{name} ended with exit code {exit_code}; the end of {log}:\n{last_lines(log)}\n{again}\n"
                 "the runs before it are kept: the same command goes on from here"
             )
 
@@ -141,7 +126,7 @@ class Cells:
         if time.monotonic() - self._told_s < NEWS_EVERY_S:
             return
         self._told_s = time.monotonic()
-        if lines := _lines(cell.run_dir / "metrics.jsonl"):
+        if lines := count_lines(cell.run_dir / "metrics.jsonl"):
             self.note(f"    {lines} of {cell.partitions} partitions trained")
 
     def _clear(self, cell: Cell) -> None:
@@ -199,11 +184,7 @@ class Cells:
 
 def left_s(done: Sequence[Done], todo: Sequence[Cell]) -> float:
     """Seconds that ``todo`` will take: as long as the median cell of its group, or of all where its group has none."""
-    walls: dict[str, list[float]] = {}
-    for each in done:
-        walls.setdefault(each.cell.group, []).append(each.wall_s)
-    everything = [each.wall_s for each in done]
-    return sum(statistics.median(walls.get(cell.group, everything)) for cell in todo)
+    return child.left_s([(each.cell.group, each.wall_s) for each in done], [cell.group for cell in todo])
 
 
 def code_hash() -> str:
@@ -224,20 +205,3 @@ def arithmetic() -> dict[str, Any]:
         "gpus": [(gpu["name"], gpu["driver"]) for gpu in found["gpus"]],
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
     }
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """A terminal's Ctrl-C has reached it already; anything else has not."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(ENDS_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _lines(path: Path) -> int:
-    try:
-        return path.read_bytes().count(b"\n")
-    except OSError:
-        return 0

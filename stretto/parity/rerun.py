@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import stretto
+from stretto.child import last_lines, run_logged
 from stretto.config import Config
-from stretto.parity.cells import end
 from stretto.parity.folder import RunFolder
 from stretto.types import StrettoError
-
-LAST_LINES = 15
-"""Of the output of a run that failed, which are shown."""
 
 
 def rerun(run: Path, run_dir: Path, partition: int) -> None:
@@ -80,21 +76,12 @@ def start(run: RunFolder, run_dir: Path, partition: int) -> None:
     package = str(Path(stretto.__file__).parents[1])
     paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
     log = run_dir.with_suffix(".log")
-    log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-P", "-m", "stretto.cli", "parity", "rerun", str(run.path.absolute())]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, str(run_dir.absolute()), "--dump", str(partition)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=run.session.get("directory", "."),
-            env=os.environ | {"PYTHONPATH": paths},
-        )
-        try:
-            process.wait()
-        except BaseException:
-            end(process)
-            raise
-    if process.returncode:
-        last = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-        raise StrettoError(f"running {run.path} again failed with code {process.returncode}, see {log}:\n{last}")
+    exit_code = run_logged(
+        [*command, str(run_dir.absolute()), "--dump", str(partition)],
+        log,
+        directory=Path(run.session.get("directory", ".")),
+        environment=os.environ | {"PYTHONPATH": paths},
+    )
+    if exit_code:
+        raise StrettoError(f"running {run.path} again failed with code {exit_code}, see {log}:\n{last_lines(log)}")

@@ -34,6 +34,7 @@ TOP = {
     "actor_ranks",
     "arguments",
     "build",
+    "child",
     "cluster",
     "conditions",
     "controller",

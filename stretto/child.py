@@ -1,0 +1,85 @@
+"""Commands that start others: a child process with its log, how it is ended, and what its end says."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+PROGRAM = (sys.executable, "-m", "stretto.cli")
+"""``stretto``, by the interpreter and the package of this process."""
+ENDS_WITHIN_S = 60.0
+POLL_S = 0.1
+LOG_LINES = 20
+
+
+def run_logged(
+    command: Sequence[str],
+    log: Path,
+    *,
+    each: Callable[[], None] = lambda: None,
+    started: Callable[[int], None] = lambda pid: None,
+    directory: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """The exit code of ``command``, whose output goes to ``log``; ``each`` is called now and then while it runs.
+
+    Whatever is raised meanwhile, an interrupt of this process too, ends the child first.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=directory,
+            env=None if environment is None else dict(environment),
+        )
+    try:
+        started(process.pid)
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            each()
+    except BaseException:
+        end(process)
+        raise
+    return process.returncode
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """A terminal's Ctrl-C has reached it already; anything else has not."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(ENDS_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def last_lines(log: Path) -> str:
+    """The end of a log, indented."""
+    return "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+
+
+def count_lines(path: Path) -> int:
+    """0: there is no such file."""
+    try:
+        return path.read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def left_s(done: Sequence[tuple[str, float]], todo: Sequence[str]) -> float:
+    """Seconds that work of these kinds takes: as long as the median of its kind in ``done`` (kind, seconds), or of all
+    where there is none of its kind yet.
+    """
+    walls: dict[str, list[float]] = {}
+    for kind, wall_s in done:
+        walls.setdefault(kind, []).append(wall_s)
+    everything = [wall_s for _, wall_s in done]
+    return sum(statistics.median(walls.get(kind, everything)) for kind in todo)
