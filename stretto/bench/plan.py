@@ -111,10 +111,10 @@ class Plan(Block):
     def text(self) -> str:
         """The canonical file: every field, in one order; ``parse_plan`` of it is this plan."""
         fields = self.model_dump()
-        lines = [f"{key} = {_toml(value)}" for key, value in fields.items() if not isinstance(value, dict)]
+        lines = [f"{key} = {toml_text(value)}" for key, value in fields.items() if not isinstance(value, dict)]
         for key, table in fields.items():
             if isinstance(table, dict):
-                lines += ["", f"[{key}]", *(f"{_toml(name)} = {_toml(table[name])}" for name in sorted(table))]
+                lines += ["", f"[{key}]", *(f"{toml_text(name)} = {toml_text(table[name])}" for name in sorted(table))]
         return "\n".join(lines) + "\n"
 
     @property
@@ -137,12 +137,12 @@ def condition_sets(plan: Plan, condition: str) -> dict[str, Any]:
     return switches.options(letters, plan.pool_size) | plan.variants.get(condition, {})
 
 
-def _toml(value: Any) -> str:
+def toml_text(value: Any) -> str:
     """A value as TOML on one line, in one way alone. JSON's strings are TOML's but for U+007F."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml(key)} = {_toml(value[key])}" for key in sorted(value)) + "}"
+        return "{" + ", ".join(f"{toml_text(key)} = {toml_text(value[key])}" for key in sorted(value)) + "}"
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml_text, value)) + "]"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value) if isinstance(value, bool) else repr(value)
