@@ -35,11 +35,11 @@ from typing import Any
 
 from harness import setting, spread, train, wait_until_quiet
 
+from stretto.bench.alone import GenerateFirst
 from stretto.controller import Run
 from stretto.observe.metrics import read_metrics
 from stretto.observe.spans import intersection, intervals, seconds
 from stretto.observe.trace import read_events
-from stretto.phase1 import Phase1Batch
 
 WARM_UP, WIND_DOWN = 5, 3
 QUIET = 0.1
@@ -47,22 +47,6 @@ QUIET = 0.1
 ACTOR_WORK = ("actor.forward", "actor.train", "actor.optimizer")
 ROLLOUT_WORK = ("processor.process", "rollout.generate")
 ACTOR_OTHER = ("actor.fetch", "actor.advantages", "actor.publish", "actor.evidence")
-
-
-class GenerateFirst:
-    """A phase 1 that waits until nothing is left to generate, then does as the one it stands before.
-
-    Partitions are generated in order, so it claims the last one, as a consumer of its own that consumes nothing.
-    """
-
-    def __init__(self, run: Run):
-        self.run, self.phase1 = run, run.phase1
-
-    def __call__(self, partition: int) -> Phase1Batch:
-        if partition == self.run.first:
-            groups, timeout_s = self.run.config.rollout.prompts_per_partition, self.run.config.plane.fetch_timeout_s
-            self.run.plane.release(self.run.plane.claim(self.run.last - 1, "benchmark", groups, timeout_s))
-        return self.phase1(partition)
 
 
 def cell(name: str, args: argparse.Namespace, run_dir: Path) -> None:

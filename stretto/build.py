@@ -222,7 +222,7 @@ async def rollout_worker(
         tracer=tracer,
         note=note,
     )
-    _, facts, (family, processor) = await asyncio.gather(rewards.start(), router.start(), _processor(config, tracer))
+    _, facts, (family, runner) = await asyncio.gather(rewards.start(), router.start(), processor(config, tracer))
     if config.run.determinism == "exact" and not router.repeatable:
         rewards.close()
         await router.close()
@@ -233,7 +233,7 @@ async def rollout_worker(
     train: Prompts = open_as_begun(config, family) if producer else ()
     scheduler = Scheduler(
         router=router,
-        processor=processor,
+        processor=runner,
         rewarder=rewards,
         put=producer.put if producer else _no_plane,
         sampling=sampling(config),
@@ -249,24 +249,24 @@ async def rollout_worker(
         train=train,
         evaluation=cache(lambda split: source(config, split, family, keep=producer is not None)),
         fail=producer.fail if producer else _no_plane,
-        closing=(rewards.close, processor.close, router.close),
+        closing=(rewards.close, runner.close, router.close),
         tracer=tracer,
     )
     return worker, facts
 
 
-async def _processor(config: Config, tracer: Tracer) -> tuple[Qwen3VL, ProcessorRunner]:
+async def processor(config: Config, tracer: Tracer) -> tuple[Qwen3VL, ProcessorRunner]:
     """The model's family, and what processes prompts for it, started."""
     from stretto.data.pool import ProcessorPool
     from stretto.data.processor import InlineProcessor
     from stretto.models.loading import load_family
 
     family = await asyncio.to_thread(load_family, config.model)
-    processor: ProcessorRunner = InlineProcessor(family.process, tracer)
+    runner: ProcessorRunner = InlineProcessor(family.process, tracer)
     if config.seams.processor_workers:
-        processor = ProcessorPool(family.process, config.seams.processor_workers, tracer)
-    await processor.start()
-    return family, processor
+        runner = ProcessorPool(family.process, config.seams.processor_workers, tracer)
+    await runner.start()
+    return family, runner
 
 
 async def _no_plane(*_: Any) -> None:

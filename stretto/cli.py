@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from stretto.arguments import Recipe, Sets
+from stretto.bench.cli import app as bench
 from stretto.parity.cli import app as parity
 from stretto.training import Interrupted
 from stretto.types import ConfigError, StrettoError
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 
 app.add_typer(parity, name="parity")
+app.add_typer(bench, name="bench")
 
 
 def _version(asked: bool) -> None:

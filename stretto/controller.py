@@ -13,7 +13,6 @@ from stretto import build, conditions, machine
 from stretto.actor.checkpoint import Found, read_published
 from stretto.cluster import Cluster, WeightStore
 from stretto.config import Config
-from stretto.data.cursor import rows_of_partition
 from stretto.data.source import Source
 from stretto.observe.manifest import Manifest, Status
 from stretto.observe.perfetto import write_trace
@@ -21,7 +20,7 @@ from stretto.observe.progress import Progress
 from stretto.phase1 import Phase1
 from stretto.recording import Recording
 from stretto.records import Records, Step, writing
-from stretto.run_data import open_data
+from stretto.run_data import open_data, planned
 from stretto.stops import STOPS
 from stretto.types import PartitionPlan, StrettoError
 
@@ -72,14 +71,8 @@ class Run:
         self.rollout.run(plan, self.weights[plan.version])
 
     def _plan(self, k: int) -> PartitionPlan:
-        rollout, version = self.config.rollout, max(0, k - self.config.staleness.max)
-        if rollout.refill_rounds > 0:
-            start = self.rollout.position if k == self.first else None
-            return PartitionPlan(partition=k, version=version, start=start)
-        epochs, rows = rows_of_partition(
-            k, rollout.prompts_per_partition, len(self.source), self.config.run.seed, self.config.data.shuffle
-        )
-        return PartitionPlan(partition=k, version=version, epochs=epochs, rows=rows)
+        start = self.rollout.position if k == self.first else None
+        return planned(self.config, len(self.source), k, max(0, k - self.config.staleness.max), start)
 
     @contextmanager
     def step(self, k: int) -> Iterator[Step]:

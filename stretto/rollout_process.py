@@ -101,7 +101,7 @@ class Rollout:
         remote = ray.remote(num_cpus=1, max_restarts=0)(RolloutProcess)
         self.process = remote.options(max_concurrency=1000).remote(config, place, plane, engines)
         plane.attach(self.process, "rollout")
-        self._engines = engines
+        self.engines = engines
         self.position = 0
         """Dynamic sampling: where the candidates of the partition after the one last reported start; of the first one,
         where they are to start."""
@@ -169,5 +169,5 @@ class Rollout:
         ray.wait([self.process.close.remote()], timeout=limit_s)
 
     def kill(self) -> None:
-        for process in (self.process, *self._engines):
+        for process in (self.process, *self.engines):
             ray.kill(process)

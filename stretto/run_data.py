@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from stretto import build
 from stretto.config import Config
 from stretto.data.check import Note, silent
+from stretto.data.cursor import rows_of_partition
 from stretto.data.source import Source
 from stretto.observe.manifest import read_manifest
 from stretto.observe.progress import Progress
-from stretto.types import ConfigError, Split, StrettoError
+from stretto.types import ConfigError, PartitionPlan, Split, StrettoError
 
 if TYPE_CHECKING:
     from stretto.models.qwen3_vl import Qwen3VL
@@ -63,6 +64,17 @@ def open_as_begun(config: Config, family: Qwen3VL) -> Source:
     source = build.source(config, "train", family, keep=True)
     same_as_before(Path(config.run.dir), source.facts())
     return source
+
+
+def planned(config: Config, rows: int, k: int, version: int, start: int | None = None) -> PartitionPlan:
+    """Which rows of a source of ``rows`` partition k is made of, and by which version. ``start``: under dynamic
+    sampling, where its candidates start; None: where those of the one before have ended.
+    """
+    rollout = config.rollout
+    if rollout.refill_rounds > 0:
+        return PartitionPlan(partition=k, version=version, start=start)
+    epochs, chosen = rows_of_partition(k, rollout.prompts_per_partition, rows, config.run.seed, config.data.shuffle)
+    return PartitionPlan(partition=k, version=version, epochs=epochs, rows=chosen)
 
 
 def same_as_before(run_dir: Path, now: dict[str, Any]) -> None:
