@@ -33,7 +33,7 @@ from stretto.phase1 import Phase1Batch
 from stretto.preflight import checked
 from stretto.resume import find_checkpoint, locked
 from stretto.run_data import planned
-from stretto.types import GroupFields, GroupRecord, ProcessedPrompt, Prompt, StrettoError
+from stretto.types import GroupFields, GroupRecord, PartitionPlan, ProcessedPrompt, Prompt, StrettoError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +154,12 @@ async def _generate(config: Config, run: controller.Run, cores: tuple[int, ...])
     plans = [planned(config, len(run.source), k, k, 0 if k == 0 else None) for k in range(config.partitions)]
     ended_s: dict[int, float] = {}
 
-    async def generate(plan: Any) -> None:
+    at_once = asyncio.Semaphore(config.staleness.max + 1)  # as many as a run has under way while it trains
+
+    async def generate(plan: PartitionPlan) -> None:
         await worker.run(plan, run.weights[0])  # loaded for every partition, as in a run
         ended_s[plan.partition] = time.monotonic()
+        at_once.release()
 
     try:
         prompts = {row: worker.train[row] for plan in plans for row in plan.rows}
@@ -165,7 +168,12 @@ async def _generate(config: Config, run: controller.Run, cores: tuple[int, ...])
         worker.scheduler.processor.clock.take()
         worker.scheduler.processor = _Ready(ready, worker.scheduler.processor)
         begun = time.monotonic()
-        await asyncio.gather(*(generate(plan) for plan in plans))
+        async with asyncio.TaskGroup() as tasks:
+            for plan in plans:
+                await at_once.acquire()
+                tasks.create_task(generate(plan))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # the first in time
     finally:
         await worker.close()
     ends = [begun, *(ended_s[plan.partition] for plan in plans)]

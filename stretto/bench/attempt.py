@@ -151,7 +151,8 @@ class _News:
     def __call__(self) -> None:
         if self.job.lines and time.monotonic() - self._told_s >= NEWS_EVERY_S:
             self._told_s = time.monotonic()
-            self.say(f"    update {count_lines(self.metrics)}/{self.job.lines}")
+            if lines := count_lines(self.metrics):
+                self.say(f"    update {lines}/{self.job.lines}")
 
 
 def _now() -> str:

@@ -120,10 +120,11 @@ class Sampler:
         start = Start(interval_s=self.interval_s, cores=os.cpu_count() or 1, gpus=gpus.names, gpu_told=gpus.told)
         lines = [{"type": "start"} | asdict(start)]
         tree, machine, at_ns = Tree(pid), psutil.cpu_times(), time.monotonic_ns()
-        spent_s = tree.look()
+        spent_s, due_s = tree.look(), time.monotonic()
         while True:
             write("".join(json.dumps(line) + "\n" for line in lines))
-            if self._stop.wait(self.interval_s):
+            due_s = max(due_s + self.interval_s, time.monotonic())  # what a sample takes does not add up
+            if self._stop.wait(due_s - time.monotonic()):
                 return
             before, machine, then_ns, at_ns = machine, psutil.cpu_times(), at_ns, time.monotonic_ns()
             spent_before_s, spent_s = spent_s, tree.look()
