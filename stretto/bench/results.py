@@ -19,12 +19,12 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Of one GPU, over the samples inside the measured windows."""
+    """Of one GPU, over the samples inside the measured windows. None: the GPU does not tell it."""
 
     uuid: str
     name: str
-    utilisation_percent: float
-    peak_memory_bytes: float
+    utilisation_percent: float | None
+    peak_memory_bytes: float | None
     power_w: float | None
     samples: int
 
@@ -50,8 +50,8 @@ class Hardware:
 class CellResult:
     """One attempt, and what became of it.
 
-    status      accepted; rejected, by a rule, with every field that broke one; excluded: it was interrupted, failed, or
-                a later attempt stands in its place
+    status      accepted; rejected, by a rule, with every field that broke one (an exit code is such a field); excluded:
+                it was interrupted, or a later attempt stands in its place
     reasons     why it is not accepted
     steps       metric -> one value an update, warm-up included, None where a line has none; of a cell that was not
                 accepted what could be read of it
