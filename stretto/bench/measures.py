@@ -24,8 +24,8 @@ HOST = "host"
 
 
 def throughput(read: Read, windows: Sequence[Window]) -> Throughput:
-    """Of a cell that the rules have let through."""
-    tokens, seconds = ([value or 0.0 for value in read.series(metric)] for metric in ("tokens", "step_s"))
+    """Raises StrettoError where an update in the windows has no count of tokens, or no length."""
+    tokens, seconds = (list(map(_or_nan, read.series(metric))) for metric in ("tokens", "step_s"))
     return windowed(tokens, seconds, windows)
 
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from stretto.bench.arithmetic import windowed
 from stretto.bench.campaign import Note, file_hash
 from stretto.bench.design import Cell
+from stretto.bench.measures import throughput
 from stretto.bench.plan import Plan, condition_sets
 from stretto.bench.read_cells import Read, number
 from stretto.types import StrettoError
@@ -186,8 +186,7 @@ def _metric_reasons(read: Read, plan: Plan) -> Iterator[str]:
     if skipped:
         yield f"updates: update {_list(skipped)} was skipped, expected none"
     try:
-        tokens, seconds = ([number(row.get(metric)) or 0.0 for row in rows] for metric in ("tokens", "step_s"))
-        windowed(tokens, seconds, plan.measured)
+        throughput(read, plan.measured)
     except StrettoError as error:
         yield f"throughput: {error}"
     if read.config is None:

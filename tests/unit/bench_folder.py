@@ -382,11 +382,11 @@ def edit_manifest(attempt: Path, dotted: str, value: Any) -> None:
     rehash(attempt)
 
 
-def edit_metrics(attempt: Path, update: int, **values: Any) -> None:
-    """Sets metrics of one update."""
+def edit_metrics(attempt: Path, at: int, /, **values: Any) -> None:
+    """Sets metrics of the update ``at``."""
     path = attempt / "run" / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    rows[update] |= values
+    rows[at] |= values
     _lines(path, rows)
     rehash(attempt)
 
