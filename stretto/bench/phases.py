@@ -54,6 +54,8 @@ RESOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _LANES = {"loop": "driver"}
 _MERGED = ("processor", "reward", "plane")
 """Lanes of hundreds of short spans a step, which are drawn as the time in which any of them ran."""
+_CLOSE = 0.002
+"""Share of a step: a shorter gap between two of them is too narrow to be seen."""
 
 
 def step_starts(events: Iterable[Event], updates: int) -> tuple[int, ...]:
@@ -106,7 +108,8 @@ def timeline(
     ((low, high),) = measured_times(starts, step_s, [Window(update, update)])
     inside = [e for e in events if e["type"] == "span" and e["end_ns"] > low and e["start_ns"] < high]
     spans = [_span(e, low, high) for e in with_partition(inside)]
-    return Timeline(condition=condition, cell=cell, update=update, seconds=length, spans=_merged(spans))
+    merged = _merged(spans, round((high - low) * _CLOSE))
+    return Timeline(condition=condition, cell=cell, update=update, seconds=length, spans=merged)
 
 
 def _span(event: Event, low: int, high: int) -> Span:
@@ -120,7 +123,7 @@ def _span(event: Event, low: int, high: int) -> Span:
     )
 
 
-def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+def _merged(spans: Iterable[Span], close_ns: int) -> tuple[Span, ...]:
     kept: list[Span] = []
     groups: dict[tuple[str, str, int | None], list[Interval]] = {}
     for span in spans:
@@ -131,8 +134,8 @@ def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
             kept.append(span)
     for (lane, name, partition), times in groups.items():
         kept += [
-            Span(lane=lane, name=name, start_s=start / 1e9, end_s=end / 1e9, partition=partition)
-            for start, end in union(times)
+            Span(lane=lane, name=name, start_s=start / 1e9, end_s=(end - close_ns) / 1e9, partition=partition)
+            for start, end in union((start, end + close_ns) for start, end in times)
         ]
     return tuple(sorted(kept, key=lambda span: (span.start_s, span.end_s, span.lane)))
 
