@@ -78,7 +78,7 @@ def analyze(folder: Path) -> Analysis:
         guardrails=guardrails,
         factorials=factorials(values),
         increments=increments(values),
-        efficiency=tuple(efficiencies(accepted, alone, step_s)),
+        efficiency=tuple(efficiencies(plan, accepted, alone, step_s)),
         packing=packing(accepted, plan.conditions, plan.measured),
         timelines=tuple(timelines(accepted, plan)),
         equality=equality(accepted.by_block()),
@@ -157,10 +157,12 @@ def _failed(rows: Sequence[Guardrail]) -> Iterator[str]:
     return (f"{row.name}: {row.told}" for row in rows if row.status == "failed")
 
 
-def efficiencies(accepted: Accepted, alone: Sequence[Alone], step_s: Mapping[str, float]) -> Iterator[Efficiency]:
+def efficiencies(
+    plan: Plan, accepted: Accepted, alone: Sequence[Alone], step_s: Mapping[str, float]
+) -> Iterator[Efficiency]:
     bounds = [read.config.staleness.max for read in accepted.reads.values() if read.config is not None]
     for condition, seconds in step_s.items():
-        yield efficiency(condition, alone, seconds, bounds[0])
+        yield efficiency(condition, plan, alone, seconds, bounds[0])
 
 
 def read_alone(folder: Path, plan: Plan) -> tuple[Alone, ...]:

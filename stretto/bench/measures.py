@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from stretto.bench.arithmetic import BlockValues, Estimate, estimate, paired, pipeline_efficiency, windowed
+from stretto.bench.campaign import Stage
 from stretto.bench.design import Block
 from stretto.bench.guardrails import CellFacts
-from stretto.bench.plan import BASE, Contrast, Window
+from stretto.bench.jobs import alone_condition
+from stretto.bench.plan import BASE, Contrast, Plan, Window
 from stretto.bench.read_cells import Read
 from stretto.bench.resample import PairedSteps, Steps
 from stretto.bench.results import Alone, Efficiency, Packing
@@ -21,6 +23,7 @@ PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES = 4 + 1, 4 + 4
 STEP_PHASES = ("phase1_s", "phase2_s", "phase3_s", "publish_s", "exposed_wait_s")
 """Metrics of seconds that are compared beside the parts of ``stretto.bench.phases``."""
 HOST = "host"
+STAGES: tuple[Stage, ...] = ("processor", "rollout", "training")
 
 
 def throughput(read: Read, windows: Sequence[Window]) -> Throughput:
@@ -193,44 +196,32 @@ def mean_steps(accepted: Accepted, conditions: Sequence[str], windows: Sequence[
 # The limits of the pipeline ------------------------------------------------------------------------------------------
 
 
-def efficiency(condition: str, alone: Sequence[Alone], step_s: float, staleness_max: int) -> Efficiency:
-    """Of a condition: its processor is that with or without P, its training that of the condition without P."""
-    letters, bracket, label = condition.partition("(")
-    on = letters.split("+")
-    pooled = "P" if "P" in on else BASE
-    trained = ("+".join(letter for letter in on if letter not in ("P", BASE)) or BASE) + bracket + label
-    found = {
-        "processor": _alone(alone, "processor", (condition, pooled)),
-        "rollout": _alone(alone, "rollout", (condition, BASE), whatever=True),
-        "training": _alone(alone, "training", (condition, trained)),
-    }
-    missing = [stage for stage, seconds in found.items() if seconds is None]
+def efficiency(condition: str, plan: Plan, alone: Sequence[Alone], step_s: float, staleness_max: int) -> Efficiency:
+    """Of a condition, with each stage as ``stretto.bench.jobs.alone_condition`` names it."""
+    seconds = {(each.stage, each.condition): each.seconds for each in alone}
+    processor_s, rollout_s, training_s = (
+        seconds.get((stage, alone_condition(plan, stage, condition))) for stage in STAGES
+    )
+    found = dict(zip(STAGES, (processor_s, rollout_s, training_s), strict=True))
+    missing = [stage for stage in STAGES if found[stage] is None]
     value, told = None, ""
     if staleness_max == 0:
         told = "undefined: at staleness.max = 0 the stages wait for one another"
-    elif missing:
+    elif processor_s is None or rollout_s is None or training_s is None:
         told = f"not measured alone: {', '.join(missing)}"
     else:
-        limits = {stage: seconds for stage, seconds in found.items() if seconds is not None}
-        value = pipeline_efficiency(limits["processor"], limits["rollout"], limits["training"], step_s, staleness_max)
-        slowest = max(limits, key=lambda stage: limits[stage])
-        told = f"the limit is {slowest}, {limits[slowest]:.3g} s"
+        value = pipeline_efficiency(processor_s, rollout_s, training_s, step_s, staleness_max)
+        limit = max(processor_s, rollout_s, training_s)
+        told = f"the limit is {next(stage for stage in STAGES if found[stage] == limit)}, {limit:.3g} s"
     return Efficiency(
         condition=condition,
-        processor_s=found["processor"],
-        rollout_s=found["rollout"],
-        training_s=found["training"],
+        processor_s=processor_s,
+        rollout_s=rollout_s,
+        training_s=training_s,
         step_s=step_s,
         efficiency=value,
         told=told,
     )
-
-
-def _alone(alone: Sequence[Alone], stage: str, names: Sequence[str], *, whatever: bool = False) -> float | None:
-    """Of the first condition that was measured; ``whatever``: else of any, for it does not depend on the condition."""
-    found = {each.condition: each.seconds for each in alone if each.stage == stage}
-    named = [found[name] for name in names if name in found]
-    return next(iter([*named, *(found.values() if whatever else ())]), None)
 
 
 def _seconds(read: Read, name: str, windows: Sequence[Window]) -> float | None:
