@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import get_args
 
 from stretto.bench.arithmetic import (
     LEVEL,
@@ -17,7 +15,7 @@ from stretto.bench.arithmetic import (
     judge,
 )
 from stretto.bench.attribution import factorials, increments
-from stretto.bench.campaign import Stage, attempts, file_hash
+from stretto.bench.campaign import attempts
 from stretto.bench.design import design
 from stretto.bench.detectable import by_interval, by_rules
 from stretto.bench.equality import equality
@@ -34,13 +32,13 @@ from stretto.bench.measures import (
 from stretto.bench.phases import timeline
 from stretto.bench.plan import BASE, Plan
 from stretto.bench.plan_file import read_kept_plan
-from stretto.bench.provenance import provenance, warnings
+from stretto.bench.provenance import places, provenance, warnings
+from stretto.bench.read_alone import read_alone
 from stretto.bench.resample import within_runs
 from stretto.bench.results import Alone, Analysis, Efficiency, Timeline, Verdict
 from stretto.bench.scope import Process, decide
 from stretto.bench.standing import Standing, cell_results, stand
 from stretto.observe.trace import read_events
-from stretto.types import StrettoError
 
 
 def analyze(folder: Path) -> Analysis:
@@ -59,7 +57,7 @@ def analyze(folder: Path) -> Analysis:
     guardrails = guarded(accepted, plan)
     failed = {condition: failures for condition, rows in guardrails.items() if (failures := tuple(_failed(rows)))}
     judgements = judge(values, plan.primary_contrast, plan.other_contrasts, failed)
-    alone = read_alone(folder, plan)
+    alone, alone_told = read_alone(folder, plan, places(standing.values()))
     step_s = mean_steps(accepted, plan.conditions, plan.measured)
     contrasts = (plan.primary_contrast, *plan.other_contrasts)
     cells = tuple(sorted(cell_results(folder, plan, found, standing), key=lambda cell: (cell.name, cell.attempt)))
@@ -83,7 +81,7 @@ def analyze(folder: Path) -> Analysis:
         timelines=tuple(timelines(accepted, plan)),
         equality=equality(accepted.by_block()),
         provenance=provenance(plan, planned, standing),
-        warnings=tuple(warnings(plan, planned, accepted, standing, cells)),
+        warnings=(*warnings(plan, planned, accepted, standing, cells), *alone_told),
     )
 
 
@@ -163,31 +161,6 @@ def efficiencies(
     bounds = [read.config.staleness.max for read in accepted.reads.values() if read.config is not None]
     for condition, seconds in step_s.items():
         yield efficiency(condition, plan, alone, seconds, bounds[0])
-
-
-def read_alone(folder: Path, plan: Plan) -> tuple[Alone, ...]:
-    """The last attempt at each stage, where it ended well under this plan, and its files are as it left them."""
-    last = {attempt.name: attempt for attempt in sorted(attempts(folder, "alone"), key=lambda each: each.number)}
-    found = []
-    for attempt in last.values():
-        note = attempt.note
-        if note is None or note.status != "finished" or note.plan != plan.sha256 or note.stage not in get_args(Stage):
-            continue
-        path = next((p for p in (attempt.run_dir / "alone.json", attempt.path / "alone.json") if p.is_file()), None)
-        if path is None or any(_changed(attempt.path / name, expected) for name, expected in note.files.items()):
-            continue
-        try:
-            seconds = [float(value) for value in json.loads(path.read_text())["seconds"]]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise StrettoError(f"{path} cannot be read: {error}; remove {attempt.path} and run it again") from None
-        if seconds and all(map(math.isfinite, seconds)):
-            mean = math.fsum(seconds) / len(seconds)
-            found.append(Alone(stage=note.stage, condition=note.condition, seconds=mean, updates=len(seconds)))  # type: ignore[arg-type]
-    return tuple(found)
-
-
-def _changed(path: Path, expected: str) -> bool:
-    return not path.is_file() or file_hash(path) != expected
 
 
 def timelines(accepted: Accepted, plan: Plan) -> Iterator[Timeline]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stretto.bench.design import Design
@@ -31,7 +31,7 @@ def provenance(plan: Plan, planned: Design, standing: Mapping[str, Standing]) ->
         "blocks": [
             {"block": block.index, "seed": block.seed, "machine_id": machine, "boot_id": boot}
             for block in planned.blocks
-            for machine, boot in _places(block.index, standing)
+            for machine, boot in places(each for each in standing.values() if each.cell.block == block.index)
         ],
         "commands": {
             name: list(each.read.attempt.note.command) for name, each in standing.items() if each.read.attempt.note
@@ -40,9 +40,9 @@ def provenance(plan: Plan, planned: Design, standing: Mapping[str, Standing]) ->
     }
 
 
-def _places(block: int, standing: Mapping[str, Standing]) -> list[tuple[Any, Any]]:
-    """Machine and boot of the accepted cells of a block: one, unless there is none."""
-    sessions = [each.read.session for each in standing.values() if each.cell.block == block and each.accepted]
+def places(cells: Iterable[Standing]) -> list[tuple[Any, Any]]:
+    """Machines and boots of the accepted ones."""
+    sessions = [each.read.session for each in cells if each.accepted]
     return list(dict.fromkeys((session.get("machine_id"), session.get("boot_id")) for session in sessions))
 
 
@@ -69,9 +69,9 @@ def warnings(
     for block in planned.blocks:
         if not accepted.base(block) and any(cell.name in standing for cell in block.cells):
             yield f"block {block.index} has no baseline, since not all its B were accepted: nothing over B counts it"
-    places = {place for block in planned.blocks for place in _places(block.index, standing)}
-    if len(places) > 1:
-        yield f"the blocks ran in {len(places)} boots, on {len({machine for machine, _ in places})} machines"
+    ran = places(standing.values())
+    if len(ran) > 1:
+        yield f"the blocks ran in {len(ran)} boots, on {len({machine for machine, _ in ran})} machines"
     if plan.order == "pairs":
         yield "a design of pairs has no A/A: nothing says how far two runs of one condition are apart"
     for name, each in standing.items():

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def _times(starts: Sequence[int], rows: Sequence[Row], windows: Sequence[Window]
 
 
 def hardware_in(path: Path, times: Sequence[Interval]) -> Hardware | None:
-    """Of the samples whose whole interval lies within one of ``times``. None: there is no file, or no such sample.
+    """Of the samples that, from the one before on, lie within one of ``times``. None: there is no file, or none does.
 
     Raises:
         StrettoError: a file that cannot be read.
@@ -163,8 +164,8 @@ def hardware_in(path: Path, times: Sequence[Interval]) -> Hardware | None:
     if not path.exists():
         return None
     start, samples = read_hardware(path)
-    spent = round(start.interval_s * 1e9)
-    inside = [s for s in samples if any(low + spent <= s.time_ns <= high for low, high in times)]
+    spans = [(before.time_ns, sample) for before, sample in pairwise(samples)]
+    inside = [sample for since, sample in spans if any(low <= since and sample.time_ns <= high for low, high in times)]
     if not inside:
         return None
     return Hardware(

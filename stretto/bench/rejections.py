@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stretto.bench.campaign import Note, file_hash
@@ -18,7 +18,8 @@ FINITE = ("loss", "reward_mean", "ppo_kl_k1", "ppo_kl_k3", "grad_norm")
 """Metrics that every update must have, finite."""
 ANALYSED = ("run/manifest.json", "run/metrics.jsonl", "run/events.jsonl")
 """Files that a note must have the hash of."""
-SET_BY_SWITCHES = ("seams.processor_workers", "seams.old_policy", "seams.phase1")
+DIFFERING = ("run.dir", "run.seed", "run.updates", "seams.processor_workers", "seams.old_policy", "seams.phase1")
+"""Options that a cell has of its own, or that its switches set."""
 _SHOWN_UPDATES = 5
 
 
@@ -35,9 +36,13 @@ def own_reasons(read: Read, note: Note, cell: Cell, plan: Plan) -> list[str]:
     return reasons
 
 
-def unlike_reasons(read: Read, reference: Read, plan: Plan) -> list[str]:
-    """In what a cell differs from the reference cell of its campaign."""
-    mine, theirs = comparable(read, plan), comparable(reference, plan)
+def unlike_reasons(read: Read, reference: Read, plan: Plan, conditions: Iterable[str]) -> list[str]:
+    """In what a cell differs from the reference cell of its campaign.
+
+    conditions  of both: what a variant among them sets, differs by design
+    """
+    by_design = frozenset(name for condition in conditions for name in plan.variants.get(condition, {}))
+    mine, theirs = comparable(read, by_design), comparable(reference, by_design)
     return [
         f"{kind(field)}: {_pair(field, mine.get(field), reference.name, theirs.get(field))}"
         for field in dict.fromkeys([*mine, *theirs])
@@ -58,15 +63,16 @@ def block_reasons(read: Read, first: Read) -> Iterator[str]:
             return
 
 
-def comparable(read: Read, plan: Plan) -> dict[str, Any]:
-    """Everything that must be the same in all cells, by its dotted name: what differs by design is left out."""
+def comparable(read: Read, by_design: Collection[str] = ()) -> dict[str, Any]:
+    """Everything that must be the same in all cells, by its dotted name, without the options that differ by design:
+    those of ``DIFFERING``, switches, and ``by_design``.
+    """
     session = read.session
-    by_design = {"run.dir", "run.seed", "run.updates", *SET_BY_SWITCHES}
-    by_design |= {name for sets in plan.variants.values() for name in sets}
+    left_out = {*DIFFERING, *by_design}
     config = {
         f"config.{name}": value
         for name, value in flat(session.get("config") or {}).items()
-        if name not in by_design and not name.startswith("switches.")
+        if name not in left_out and not name.startswith("switches.")
     }
     machine = dict(session.get("hardware") or {})
     gpus = [(gpu.get("name"), gpu.get("memory_bytes"), gpu.get("driver")) for gpu in machine.pop("gpus", None) or []]
@@ -80,7 +86,7 @@ def comparable(read: Read, plan: Plan) -> dict[str, Any]:
         "platform": session.get("platform"),
         **_named("versions", session),
         **_named("environment", session),
-        **_named("determinism", session),
+        **{name: value for name, value in _named("determinism", session).items() if not name.endswith("_note")},
         **{f"hardware.{name}": value for name, value in flat(machine).items()},
         "hardware.memory_gib": None if memory is None else round(memory / 2**30),
         "hardware.gpus": gpus,

@@ -57,7 +57,8 @@ def stand(plan: Plan, planned: Design, found: Sequence[Attempt]) -> dict[str, St
         if name in whole:
             in_block = [other for other in whole if cells[other].block == cell.block]
             reference, first = _reference(whole, own), _reference(in_block, own)
-            reasons += unlike_reasons(reads[name], reads[reference], plan)
+            conditions = (cell.condition, cells[reference].condition)
+            reasons += unlike_reasons(reads[name], reads[reference], plan, conditions)
             reasons += block_reasons(reads[name], reads[first])
         standing[name] = Standing(cell=cell, read=reads[name], reasons=tuple(reasons), excluded=bool(ended[name]))
     return standing

@@ -1,10 +1,9 @@
 """A whole campaign folder made by hand from known numbers, in the formats that real runs leave, for the tests of what
-reads it; and ways to break one thing of it.
+reads it. ``bench_breaks`` breaks one thing of it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,11 @@ PIXEL_BYTES = PATCHES * 3 * 2 * 16 * 16 * 4 + 12
 MACHINE, BOOT = "machine-a", "boot-a"
 GIB = 2**30
 GPU = "GPU-0a1b"
-ANALYSED = ("run/manifest.json", "run/metrics.jsonl", "run/events.jsonl", "run/fingerprints.jsonl", "hardware.jsonl")
+ANALYSED = (
+    "log.txt",
+    "hardware.jsonl",
+    *(f"run/{name}" for name in ("manifest.json", "metrics.jsonl", "events.jsonl", "fingerprints.jsonl", "alone.json")),
+)
 
 PLAN: dict[str, Any] = {
     "name": "by-hand",
@@ -100,11 +103,11 @@ def make_cell(
     starts = [begun_s + 2]
     for row in rows:
         starts.append(starts[-1] + float(row["step_s"] or 1.0))
-    _lines(run / "metrics.jsonl", [dict(sorted(row.items())) for row in rows])
-    _lines(run / "events.jsonl", events(cell, rows, starts, boot[1]))
-    _lines(run / "fingerprints.jsonl", [fingerprints(cell, update) for update in range(plan.updates)])
+    write_lines(run / "metrics.jsonl", [dict(sorted(row.items())) for row in rows])
+    write_lines(run / "events.jsonl", events(cell, rows, starts, boot[1]))
+    write_lines(run / "fingerprints.jsonl", [fingerprints(cell, update) for update in range(plan.updates)])
     (run / "manifest.json").write_text(json.dumps(manifest(plan, cell, boot, run), indent=1))
-    _lines(path / "hardware.jsonl", hardware(plan, starts, gpu))
+    write_lines(path / "hardware.jsonl", hardware(plan, starts, gpu))
     (path / "log.txt").write_text("trained\n")
     note(plan, cell, path, boot, attempt)
     return starts[-1] + 5
@@ -137,7 +140,7 @@ def note(plan: Plan, cell: Cell, path: Path, boot: tuple[str, str], attempt: int
 
 
 def make_alone(folder: Path, plan: Plan, stage: str, condition: str, seconds: float) -> None:
-    """The first two of ten updates take ten times as long."""
+    """A stage alone, 8 updates that all take as long."""
     path = folder / "alone" / f"{stage}-{condition}" / "attempt-1"
     (path / "run").mkdir(parents=True)
     found = {
@@ -150,6 +153,11 @@ def make_alone(folder: Path, plan: Plan, stage: str, condition: str, seconds: fl
     (path / "run" / "alone.json").write_text(json.dumps(found))
     cell = Cell(block=-1, position=-1, condition=condition, seed=plan.seeds[0])
     note(plan, cell, path, (MACHINE, BOOT), 1, stage)
+
+
+def attempt_of(folder: Path, name: str, number: int = 1) -> Path:
+    """Of a cell; the folder of ``rollout-B`` alone is ``folder / "alone" / "rollout-B" / "attempt-1"``."""
+    return folder / "cells" / name / f"attempt-{number}"
 
 
 # Files of a run ------------------------------------------------------------------------------------------------------
@@ -348,61 +356,5 @@ def hardware(plan: Plan, starts: Sequence[float], gpu: bool) -> list[dict[str, A
     return lines
 
 
-def _lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-# Breaking one thing --------------------------------------------------------------------------------------------------
-
-
-def attempt_of(folder: Path, name: str, number: int = 1) -> Path:
-    return folder / "cells" / name / f"attempt-{number}"
-
-
-def edit_note(attempt: Path, **values: Any) -> None:
-    path = attempt / "cell.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def rehash(attempt: Path) -> None:
-    """The note names the files as they are now, so that only what they say is broken."""
-    edit_note(attempt, files={name: file_hash(attempt / name) for name in ANALYSED if (attempt / name).is_file()})
-
-
-def edit_manifest(attempt: Path, dotted: str, value: Any) -> None:
-    """Sets a key of the session, such as ``config.actor.lr``."""
-    path = attempt / "run" / "manifest.json"
-    data = json.loads(path.read_text())
-    table = data["sessions"][-1]
-    *parents, key = dotted.split(".")
-    for parent in parents:
-        table = table[parent]
-    table[key] = value
-    path.write_text(json.dumps(data))
-    rehash(attempt)
-
-
-def edit_metrics(attempt: Path, at: int, /, **values: Any) -> None:
-    """Sets metrics of the update ``at``."""
-    path = attempt / "run" / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    rows[at] |= values
-    _lines(path, rows)
-    rehash(attempt)
-
-
-def edit_lines(attempt: Path, name: str, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
-    """Rewrites a file of JSON lines, named below the attempt."""
-    path = attempt / name
-    _lines(path, change([json.loads(line) for line in path.read_text().splitlines()]))
-    rehash(attempt)
-
-
-def tree_hash(folder: Path) -> str:
-    """Of names, bytes and times of everything in a folder."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        digest.update(f"{path.relative_to(folder)} {path.stat().st_mtime_ns} {path.stat().st_mode}\0".encode())
-        if path.is_file():
-            digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -7,19 +7,8 @@ import math
 from itertools import pairwise
 
 import pytest
-from bench_folder import (
-    GIB,
-    GPU,
-    PIXEL_BYTES,
-    alike,
-    attempt_of,
-    edit_lines,
-    edit_manifest,
-    make_campaign,
-    plan_of,
-    rehash,
-    tree_hash,
-)
+from bench_breaks import edit_lines, edit_manifest, edit_note, rehash, tree_hash
+from bench_folder import GIB, GPU, PIXEL_BYTES, alike, attempt_of, make_campaign, plan_of
 
 from stretto.bench.analyze import analyze
 from stretto.bench.arithmetic import percent
@@ -268,6 +257,23 @@ def test_what_was_not_measured_alone_is_said(tmp_path):
     found = analyze(make_campaign(tmp_path / "campaign", plan_of(seeds=(0,)), alone={("rollout", "B"): 0.5}))
     assert found.efficiency[0].told == "not measured alone: processor, training"
     assert (found.efficiency[0].rollout_s, found.efficiency[0].efficiency) == (0.5, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"status": "failed", "exit_code": 3, "reason": "no room"}, "does not count: failed with exit code 3: no room"),
+        ({"plan": "f" * 64}, f"does not count: it ran under plan {'f' * 64}"),
+        ({"files": {}}, "does not count: cell.json has no hash of run/alone.json"),
+        ({"boot_id": "boot-b"}, "ran on another machine, or in another boot, than every block"),
+    ],
+)
+def test_a_stage_alone_that_cannot_be_used(tmp_path, values, told):
+    campaign = make_campaign(tmp_path / "campaign", plan_of(seeds=(0,)), alone=ALONE)
+    edit_note(campaign / "alone" / "rollout-B" / "attempt-1", **values)
+    found = analyze(campaign)
+    assert [text for text in found.warnings if text.startswith(f"rollout-B alone {told}")]
+    assert (found.efficiency[0].efficiency is None) == ("does not count" in told)
 
 
 def test_packing_of_each_condition(tmp_path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from bench_folder import alike, edit_manifest, make_campaign, plan_of
+from bench_breaks import edit_manifest
+from bench_folder import alike, make_campaign, plan_of
 
 from stretto.bench.analyze import analyze
 from stretto.bench.arithmetic import percent

@@ -7,19 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from bench_folder import (
-    BOOT,
-    alike,
-    attempt_of,
-    edit_lines,
-    edit_manifest,
-    edit_metrics,
-    edit_note,
-    make_campaign,
-    make_cell,
-    plan_of,
-    rehash,
-)
+from bench_breaks import edit_lines, edit_manifest, edit_metrics, edit_note, rehash
+from bench_folder import BOOT, alike, attempt_of, make_campaign, make_cell, plan_of
 
 from stretto.bench.analyze import analyze
 from stretto.bench.design import Cell
@@ -103,6 +92,21 @@ def test_what_the_manifest_says(campaign, field, value, reason):
 def test_a_setting_of_the_plan_that_a_cell_did_not_run_with(campaign):
     edit_manifest(attempt_of(campaign, BROKEN), "config.staleness.max", 2)
     assert "config: staleness.max = 2, planned is 1" in rejected(campaign)
+
+
+def test_what_a_variant_sets_is_its_own_alone(tmp_path):
+    """B(c=1) differs from B by design; P+R with one chunk would not be the condition that was planned."""
+    settings = {name: value for name, value in PLAN.settings.items() if name != "actor.chunks_per_mini"}
+    variants = {"B(c=1)": {"actor.chunks_per_mini": 1}}
+    conditions = ("B", "P+R", "B(c=1)")
+    plan = plan_of(conditions=conditions, primary=("P+R", "B"), variants=variants, settings=settings, seeds=(0,))
+    campaign = make_campaign(tmp_path / "campaign", plan)
+    chunks = json.loads((attempt_of(campaign, "00-0-B") / "run" / "manifest.json").read_text())
+    usual = chunks["sessions"][0]["config"]["actor"]["chunks_per_mini"]
+    assert usual != 1 and {cell.status for cell in analyze(campaign).cells} == {"accepted"}
+    name = next(cell.name for cell in analyze(campaign).cells if cell.condition == "P+R")
+    edit_manifest(attempt_of(campaign, name), "config.actor.chunks_per_mini", 1)
+    assert rejected(campaign, name) == (f"settings: config.actor.chunks_per_mini = 1, 00-0-B has {usual}",)
 
 
 @pytest.mark.parametrize("metric", ["loss", "reward_mean", "ppo_kl_k1", "ppo_kl_k3", "grad_norm"])
