@@ -14,7 +14,7 @@ from stretto.bench.read_cells import Read, number
 from stretto.types import StrettoError
 from stretto.wording import shown
 
-FINITE = ("loss", "reward_mean", "ppo_kl_k1", "ppo_kl_k3", "grad_norm")
+FINITE = ("loss", "reward_mean", "ppo_kl_k1", "ppo_kl_k3", "grad_norm", "step_s")
 """Metrics that every update must have, finite."""
 ANALYSED = ("run/manifest.json", "run/metrics.jsonl", "run/events.jsonl")
 """Files that a note must have the hash of."""

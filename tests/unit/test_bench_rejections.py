@@ -109,7 +109,7 @@ def test_what_a_variant_sets_is_its_own_alone(tmp_path):
     assert rejected(campaign, name) == (f"settings: config.actor.chunks_per_mini = 1, 00-0-B has {usual}",)
 
 
-@pytest.mark.parametrize("metric", ["loss", "reward_mean", "ppo_kl_k1", "ppo_kl_k3", "grad_norm"])
+@pytest.mark.parametrize("metric", ["loss", "reward_mean", "ppo_kl_k1", "ppo_kl_k3", "grad_norm", "step_s"])
 @pytest.mark.parametrize(("value", "shown"), [(None, "unset"), (NAN, "nan"), (float("inf"), "inf")])
 def test_what_is_not_finite_is_found_at_its_step_in_the_warm_up_too(campaign, metric, value, shown):
     edit_metrics(attempt_of(campaign, BROKEN), 1, **{metric: value})
