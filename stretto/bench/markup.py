@@ -41,13 +41,13 @@ def joined(*parts: str) -> Markup:
 
 
 def inline(text: str) -> Markup:
-    """Text with `code` and **strong** words."""
+    """Text with `code` and **strong** words. No line breaks before a percent sign."""
     parts = []
     for part in re.split(r"(`[^`]+`|\*\*[^*]+\*\*)", text):
         if part.startswith("`") and part.endswith("`") and len(part) > 2:
             parts.append(element("code", part[1:-1]))
         elif part.startswith("**") and part.endswith("**") and len(part) > 4:
-            parts.append(element("strong", part[2:-2]))
+            parts.append(element("strong", inline(part[2:-2])))
         else:
-            parts.append(Markup(html.escape(part, quote=False)))
+            parts.append(Markup(html.escape(re.sub(r"(?<=\d) %", "\u00a0%", part), quote=False)))
     return joined(*parts)

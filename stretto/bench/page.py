@@ -49,14 +49,14 @@ CSS = (
 html{scroll-behavior:smooth;-webkit-text-size-adjust:100%}
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 system-ui,-apple-system,'Segoe UI',Roboto,
 'DejaVu Sans',sans-serif}
-main,header,nav{max-width:1120px;margin:0 auto;padding:0 20px}
+main,header{max-width:1120px;margin:0 auto;padding:0 20px}
 header{padding-top:28px}
 h1{font-size:1.75rem;line-height:1.2;margin:0 0 .3em;overflow-wrap:anywhere}
 h2{font-size:1.3rem;margin:2.2em 0 .6em;padding-bottom:.25em;border-bottom:1px solid var(--line)}
 h2 a{color:inherit;text-decoration:none}
 p{margin:.6em 0;max-width:80ch}
-.subtitle,.note,figcaption,caption{color:var(--muted)}
-.note,figcaption{font-size:.9rem}
+.subtitle,.note,figcaption,.caption{color:var(--muted)}
+.note,figcaption,.caption{font-size:.9rem}
 .lead{font-size:1.12rem;font-weight:600;padding:.7em 1em;border-left:5px solid var(--link);background:var(--shade);
 border-radius:0 6px 6px 0;max-width:none}
 .warning{padding:.5em 1em;border-left:5px solid var(--warn);background:var(--warn-bg);border-radius:0 6px 6px 0;
@@ -67,9 +67,9 @@ li{margin:.25em 0;max-width:90ch;overflow-wrap:anywhere}
 code,pre{font:.86em/1.5 ui-monospace,SFMono-Regular,Menlo,'DejaVu Sans Mono',monospace}
 code{overflow-wrap:anywhere}
 pre{background:var(--shade);padding:.8em 1em;border-radius:6px;overflow-x:auto}
-.scroll{overflow-x:auto;margin:.8em 0 1.2em}
+.scroll{overflow-x:auto;margin:.3em 0 1.4em}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
-caption{text-align:left;padding:.2em 0 .5em;font-size:.9rem}
+.caption{margin:1.2em 0 0}
 th,td{padding:.38em .7em;text-align:right;border-bottom:1px solid var(--line);vertical-align:top;white-space:nowrap}
 thead th{border-bottom:2px solid var(--muted);vertical-align:bottom;font-weight:600}
 th:first-child,td.words,th.words{text-align:left}
@@ -91,10 +91,10 @@ summary{cursor:pointer;color:var(--link)}
 footer{margin:3em 0 2em;color:var(--muted);font-size:.85rem}
 :focus-visible{outline:2px solid var(--link);outline-offset:2px}
 @media (max-width:640px){
-main,header,nav{padding:0 14px}
+main,header{padding:0 14px}
 header{padding-top:18px}
 .cards thead{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
-.cards,.cards tbody,.cards caption{display:block}
+.cards,.cards tbody{display:block}
 .cards tr{display:block;border:1px solid var(--line);border-radius:6px;margin:0 0 .8em;padding:.4em .7em}
 .cards th,.cards td{display:block;text-align:left;border:0;padding:.12em 0;white-space:normal}
 .cards td::before{content:attr(data-head) ': ';color:var(--muted)}
@@ -174,13 +174,15 @@ def _table(table: Table) -> Markup:
     rows = [element("tr", *_cells(table, row), role="row") for row in table.rows]
     whole = element(
         "table",
-        *([element("caption", inline(table.caption))] if table.caption else []),
         element("thead", element("tr", *heads, role="row"), role="rowgroup"),
         element("tbody", *rows, role="rowgroup"),
         class_="cards" if table.cards else None,
         role="table",  # said outright, for what is laid out as cards is no table to a browser
+        aria_label=table.caption or None,
     )
-    return element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=table.caption or "table")
+    scroll = element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=table.caption or "table")
+    # beside the table and not in it, so that it neither makes the table wide nor scrolls away with it
+    return joined(element("p", inline(table.caption), class_="caption"), scroll) if table.caption else scroll
 
 
 def _cells(table: Table, row: Sequence[str]) -> list[Markup]:

@@ -21,7 +21,7 @@ def number(value: float | None, *, signed: bool = False, digits: int = 3) -> str
         return "unbounded" if value > 0 else "-unbounded"
     if value == 0:
         return "0"
-    power = math.floor(math.log10(abs(value)))
+    power = int(f"{value:.{digits - 1}e}".partition("e")[2])  # of the rounded value: 9.999 is 10.0, not 10.00
     if not -4 <= power < 15:
         return f"{value:{sign}.{digits - 1}e}"
     return f"{value:{sign},.{max(0, digits - 1 - power)}f}"

@@ -109,7 +109,8 @@ def _axis(x: svg.Scale, bottom: float, unit: str, top: float = 4) -> list[Markup
     at = svg.ticks(x.low, x.high, 5)
     parts = [svg.line(x(value), top, x(value), bottom + 4, "grid") for value in at]
     for value, words in zip(at, svg.tick_words(at), strict=True):
-        parts.append(svg.text(x(value), bottom + 17, words, "mid", "muted"))
+        half = svg.width_of(words) / 2 + 2
+        parts.append(svg.text(min(max(x(value), half), svg.WIDTH - half), bottom + 17, words, "mid", "muted"))
     parts.append(svg.text(svg.WIDTH - 6, bottom + 31, unit, "end", "muted", "small"))
     return parts
 
@@ -124,13 +125,13 @@ class Line:
 
 def curves(title: str, groups: Sequence[str], lines: Sequence[Line], warmup: int, windows: Sequence[Window]) -> Markup:
     """A thin line for every run and a thick one for the mean of each condition's runs, thinner from one to the next, so
-    that each shows beside the next where they lie on one another. Warm-up is shaded; a bar below marks the windows.
+    that each shows beside the next where they lie on one another. Warm-up is shaded, and drawn at the frame's edge
+    where it would lie far outside; a bar below marks the windows.
     """
     updates = max(len(line.values) for line in lines)
-    found = [value for line in lines for value in line.values if value is not None]
     left, right, top, bottom = 56.0, svg.WIDTH - 10, 10.0, 190.0
     x = svg.Scale(-0.5, updates - 0.5, left, right)
-    y = svg.Scale(*svg.padded(found or [0.0]), bottom, top)
+    y = svg.Scale(*_frame(lines, warmup), bottom, top)
     parts = [svg.rect(left, top, x(warmup - 0.5) - left, bottom - top, "shade")] if warmup else []
     at = svg.ticks(y.low, y.high, 4)
     for value, words in zip(at, svg.tick_words(at), strict=True):
@@ -143,7 +144,7 @@ def curves(title: str, groups: Sequence[str], lines: Sequence[Line], warmup: int
     for group in dict.fromkeys(line.group for line in lines):
         mine = [line for line in lines if line.group == group]
         inner = [_path(line.values, x, y, "thin") for line in mine] if len(mine) > 1 else []
-        thick = _path(_means(mine, updates), x, y, "", 1.4 + 0.9 * (len(groups) - 1 - group))
+        thick = _path(_means(mine, updates), x, y, "", 1.4 + 3.6 * (len(groups) - 1 - group) / max(4, len(groups) - 1))
         classes = f"{svg.colour(group)} cond-{group}"
         parts.append(element("g", element("title", groups[group]), *inner, thick, class_=classes))
     names, height = svg.key([(svg.colour(index), name) for index, name in enumerate(groups)], bottom + 34, left)
@@ -154,6 +155,16 @@ def curves(title: str, groups: Sequence[str], lines: Sequence[Line], warmup: int
         if (mine := [line for line in lines if line.group == group])
     )
     return svg.drawing(bottom + 36 + height, title, told, *parts)
+
+
+def _frame(lines: Sequence[Line], warmup: int) -> tuple[float, float]:
+    """A range that holds all after the warm-up, and of the warm-up what is no further away than half of that."""
+    late = [value for line in lines for value in line.values[warmup:] if value is not None]
+    every = [value for line in lines for value in line.values if value is not None]
+    if not late:
+        return svg.padded(every or [0.0])
+    room = (max(late) - min(late)) / 2 or math.inf
+    return svg.padded([max(min(every), min(late) - room), min(max(every), max(late) + room)])
 
 
 def _means(lines: Sequence[Line], updates: int) -> list[float | None]:
@@ -256,12 +267,15 @@ def limits(title: str, rows: Sequence[Limit]) -> Markup:
     return svg.drawing(bottom + 44 + height, title, told, *parts, entries)
 
 
+NAMED = 8
+"""Spans that have a colour of their own in a timeline."""
 LANES = ("driver", "processor", "rollout", "reward", "plane", "actor")
 
 
 def timeline(title: str, step: Timeline, longest_s: float, names: Sequence[str]) -> Markup:
     """Lanes of spans. ``longest_s`` is the length of the axis and ``names`` the order of colours, so that several
-    drawings compare. What belongs to a later partition than the step trains is paler.
+    drawings compare; those after the ``NAMED`` first are grey. What belongs to a later partition than the step trains
+    is paler.
     """
     left, right = 74.0, svg.WIDTH - 8
     x = svg.Scale(0, longest_s, left, right)
@@ -278,17 +292,21 @@ def timeline(title: str, step: Timeline, longest_s: float, names: Sequence[str])
             y, width = top + 3 + 15 * row, x(end) - x(start)
             of = "" if partition is None else f" of partition {partition}"
             told = f"{name}{of}: {start:.3f} to {end:.3f} s"
-            classes = ["fill", svg.colour(1 + names.index(name)), *(["ahead"] if ahead else [])]
+            classes = ["fill", svg.colour(1 + min(names.index(name), NAMED)), *(["ahead"] if ahead else [])]
             bars.append(svg.rect(x(start), y, max(0.7, width), 13, *classes, title=told))
             if partition is not None and width > 9 + 6 * len(str(partition)):
-                bars.append(svg.text(x(start) + width / 2, y + 10, str(partition), "inside"))
+                bars.append(
+                    svg.text(x(start) + width / 2, y + 10, str(partition), "inside", *(["on-pale"] if ahead else []))
+                )
         bottom = top + 6 + 15 * max(1, len(rows))
         drawn += [svg.line(left, bottom, right, bottom, "grid"), svg.text(8, top + 14, lane), *bars]
         top = bottom
     end = x(step.seconds)
     drawn.append(svg.line(end, 2, end, top, "axis"))
     axis = _axis(x, top, f"s since the step began; it took {number(step.seconds)} s", 2)
-    entries, height = svg.key([(svg.colour(1 + index), name) for index, name in enumerate(names)], top + 42)
+    named = [(svg.colour(1 + index), name) for index, name in enumerate(names[:NAMED])]
+    others = [(svg.colour(1 + NAMED), ", ".join(names[NAMED:]))] if len(names) > NAMED else []
+    entries, height = svg.key([*named, *others], top + 42)
     busy = "; ".join(
         f"{lane}: {', '.join(dict.fromkeys(span.name for span in step.spans if span.lane == lane))}" for lane in lanes
     )

@@ -70,7 +70,7 @@ def _phase_effects(analysis: Analysis) -> Iterator[Block]:
         caption="Seconds of a phase against the contrast's base, negative is faster: 95 % interval over blocks, "
         "without adjustment for how many there are. It decides nothing",
         head=("phase", *found),
-        rows=[(name, *(effect(each.get(name)) for each in found.values())) for name in names],
+        rows=[(name, *(effect(each.get(name)).replace(" (", "\n(") for each in found.values())) for name in names],
     )
 
 
@@ -80,7 +80,10 @@ def timelines(analysis: Analysis) -> Section:
     if not found:
         return Section("timeline", "One step, side by side", [Paragraph(f"Spans: {NOT_MEASURED}.")])
     longest = 1.02 * max(step.seconds for step in found)
-    names = list(dict.fromkeys(span.name for step in found for span in step.spans))
+    totals: dict[str, float] = {}
+    for span in (span for step in found for span in step.spans):
+        totals[span.name] = totals.get(span.name, 0.0) + span.end_s - span.start_s
+    names = sorted(totals, key=lambda name: -totals[name])
     figures = [
         Figure(
             name=f"timeline-{number_}",
@@ -138,7 +141,7 @@ def _cpu(found: Sequence[Hardware | None]) -> tuple[str, ...]:
     peaks = [one.peak_rss_bytes for one in found if one is not None]
     samples = sum(one.samples for one in found if one is not None)
     memory = size(max(peaks)) if peaks else NOT_MEASURED
-    return (spread(of("own_cores")), spread(of("other_cores")), spread(of("steal_cores")), memory, str(samples))
+    return (spread(of("own_cores")), spread(of("other_cores")), spread(of("steal_cores")), memory, f"{samples:,}")
 
 
 def _gpu(found: Sequence[Hardware | None], uuid: str) -> tuple[str, ...]:
@@ -148,7 +151,7 @@ def _gpu(found: Sequence[Hardware | None], uuid: str) -> tuple[str, ...]:
         spread([None if gpu is None else gpu.utilisation_percent for gpu in gpus]),
         size(max(gpu.peak_memory_bytes for gpu in there)),
         spread([None if gpu is None else gpu.power_w for gpu in gpus]),
-        str(sum(gpu.samples for gpu in there)),
+        f"{sum(gpu.samples for gpu in there):,}",
     )
 
 
@@ -179,15 +182,19 @@ def efficiency(analysis: Analysis) -> Section:
     title = "How far from the pipeline's limit"
     if not analysis.efficiency:
         return Section("efficiency", title, [Paragraph(f"Stages alone: {NOT_MEASURED}.")])
-    rows = []
+    rows, told_any = [], any(each.told for each in analysis.efficiency)
     for each in analysis.efficiency:
         gap = NOT_MEASURED if each.efficiency is None else share(1 - each.efficiency)
         reached = "undefined" if each.efficiency is None else share(each.efficiency)
         stages = map(number, (each.processor_s, each.rollout_s, each.training_s))
-        rows.append((each.condition, *stages, number(each.step_s), reached, gap, each.told))
+        rows.append(
+            (each.condition, *stages, number(each.step_s), reached, gap, *([each.told or "none"] if told_any else []))
+        )
     table = Table(
         caption="Seconds an update: each stage with the others idle, and the measured step",
-        head=("condition", "processor", "rollout", "training", "step", "efficiency", "distance", "remark"),
+        head=("condition", "processor", "rollout", "training", "step", "efficiency", "distance", "remark")[
+            : len(rows[0])
+        ],
         rows=rows,
         words=frozenset({7}),
     )

@@ -310,7 +310,8 @@ def curves(analysis: Analysis) -> Section:
         return Section("curves", "Step by step", [Paragraph("No accepted run has metrics to draw.")])
     told = Paragraph(
         "Thin: each run. Thick: the mean of a condition's runs, thinner from condition to condition, so that lines "
-        "that lie on one another all show. Shaded: warm-up. The bar below marks the measured windows.",
+        "that lie on one another all show. Shaded: warm-up, drawn at the frame's edge where it lies far outside. The "
+        "bar below marks the windows.",
         "note",
     )
     legend = Legend([(colour(index), name) for index, name in enumerate(names)], toggles=True)

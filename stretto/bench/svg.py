@@ -35,7 +35,7 @@ STYLE = (
     ".chart .fill{fill:var(--k)}.chart .dot{fill:var(--paper);stroke:var(--k);stroke-width:1.5}"
     ".chart .bar{stroke:var(--k);stroke-width:2.5;fill:none}.chart .thin{stroke-width:1;opacity:.45}"
     ".chart .edge{stroke:var(--paper);stroke-width:.6}.chart .ahead{fill-opacity:.45}"
-    ".chart .inside{fill:var(--paper);font-size:10px;text-anchor:middle}"
+    ".chart .inside{fill:var(--paper);font-size:10px;text-anchor:middle}.chart .inside.on-pale{fill:var(--ink)}"
     + "".join(f".c{index}{{--k:var(--k{index})}}" for index in range(COLOURS))
 )
 
