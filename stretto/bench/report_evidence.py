@@ -149,7 +149,7 @@ def _gpu(found: Sequence[Hardware | None], uuid: str) -> tuple[str, ...]:
     there = [gpu for gpu in gpus if gpu is not None]
     return (
         spread([None if gpu is None else gpu.utilisation_percent for gpu in gpus]),
-        size(max(gpu.peak_memory_bytes for gpu in there)),
+        size(max((gpu.peak_memory_bytes for gpu in there if gpu.peak_memory_bytes is not None), default=None)),
         spread([None if gpu is None else gpu.power_w for gpu in gpus]),
         f"{sum(gpu.samples for gpu in there):,}",
     )

@@ -26,7 +26,7 @@ for (block, condition, cell), steps in sorted(runs.items()):
     rate = sum(float(row["tokens"]) for row in steps) / sum(float(row["step_s"]) for row in steps)
     logs.setdefault((block, condition), []).append(math.log(rate))
     print(f"{cell}: {rate:.4f} tokens/s")
-logs = {key: statistics.fmean(values) for key, values in logs.items()}
+logs = {key: statistics.fmean(values) for key, values in logs.items() if key[1] != "B" or len(values) == B_PER_BLOCK}
 percent = lambda log: f"{100 * math.expm1(log):+.4f} %"
 for treated, base in CONTRASTS:
     each = [log - logs[block, base] for (block, name), log in sorted(logs.items())
@@ -96,13 +96,28 @@ def rejected(analysis: Analysis) -> Section:
     return Section("rejected", title, [table])
 
 
+FOLDED = {
+    "config": "Every option of the first accepted run",
+    "determinism": "What each process found and set",
+    "environment": "Environment variables",
+}
+"""Parts of the provenance that only some readers need."""
+
+
 def provenance(analysis: Analysis) -> Section:
-    rows = [("plan", analysis.plan_sha256), *flat(analysis.provenance)]
-    table = Table(
-        caption="", head=("what", "value"), rows=[(key, value or "none") for key, value in rows], words=frozenset({1})
-    )
+    """``commands`` have a place of their own, see ``repeat``."""
+    told = {key: value for key, value in analysis.provenance.items() if key not in ("commands", "plan_sha256", *FOLDED)}
+    blocks: list[Block] = [_facts({"plan_sha256": analysis.plan_sha256, **told})]
+    for key, title in FOLDED.items():
+        if analysis.provenance.get(key):
+            blocks.append(Details(title, [_facts(analysis.provenance[key])]))
     plan = Details("The plan, as it was written before any run", [Code(analysis.plan.text.strip(), "toml")])
-    return Section("provenance", "Where the numbers come from", [table, plan])
+    return Section("provenance", "Where the numbers come from", [*blocks, plan])
+
+
+def _facts(value: Any) -> Table:
+    rows = [(key, words or "none") for key, words in flat(value)]
+    return Table(caption="", head=("what", "value"), rows=rows, words=frozenset({1}))
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -173,6 +188,8 @@ def recompute_program(analysis: Analysis) -> str:
     blocks = len({cell.block for cell in analysis.cells})
     quantiles = {freedom: float(stdtrit(freedom, 1 - LEVEL / 2)) for freedom in range(1, max(2, blocks))}
     told = ", ".join(f"{freedom}: {value:.6f}" for freedom, value in quantiles.items())
-    given = f"CONTRASTS = {contrasts!r}\nT = {{{told}}}  # 97.5 % points of t by degrees of freedom\n"
+    per_block = 1 if analysis.plan.order == "pairs" else 2
+    given = f"CONTRASTS = {contrasts!r}\nB_PER_BLOCK = {per_block}  # a block with fewer has no baseline\n"
+    given += f"T = {{{told}}}  # 97.5 % points of t by degrees of freedom\n"
     first, empty, rest = RECOMPUTE.partition("\n\n")
     return f"{first}\n\n{given}{rest}" if empty else RECOMPUTE
