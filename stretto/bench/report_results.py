@@ -94,7 +94,7 @@ def _counts(analysis: Analysis) -> Iterator[str]:
     if analysis.square_complete:
         yield "the order of conditions is a complete square: each stands equally often at each place"
     else:
-        yield "the order of conditions is **no complete square**: a drift within blocks can favour a condition"
+        yield "the order of conditions is **no complete square**, or not all of it was accepted"
 
 
 # Verdicts -------------------------------------------------------------------------------------------------------------
