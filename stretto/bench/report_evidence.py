@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from stretto.bench import plots
 from stretto.bench.arithmetic import Estimate
 from stretto.bench.document import Block, Bullets, Details, Figure, Gallery, Paragraph, Section, Table
-from stretto.bench.phrases import effect, number, plural, ratio, share, size, spread
+from stretto.bench.phrases import effect, listed, number, plural, ratio, share, size, spread
 from stretto.bench.report_results import accepted, index_of, means, measured_conditions
 from stretto.bench.results import NOT_MEASURED, Analysis, Hardware
 
@@ -22,10 +23,13 @@ def phases(analysis: Analysis) -> Section:
     title = "Where a step goes"
     rows = {name: means(accepted(analysis, name), "phases") for name in measured_conditions(analysis)}
     parts = {name: {key: value for key, value in found.items() if key != STEP} for name, found in rows.items()}
-    parts = {name: found for name, found in parts.items() if found}
-    if not parts:
+    every = list(dict.fromkeys(key for found in parts.values() for key in found))
+    names = [key for key in every if any(found.get(key) for found in parts.values())]
+    parts = {name: {key: found[key] for key in names if key in found} for name, found in parts.items() if found}
+    if not names:
         return Section("phases", title, [Paragraph(f"Phases: {NOT_MEASURED}.")])
-    names = list(dict.fromkeys(key for found in parts.values() for key in found))
+    idle = [key for key in every if key not in names]
+    without = [Paragraph(f"No run spent time on: {listed(idle)}.", "note")] if idle else []
     table = Table(
         caption="Seconds an update inside the windows, mean over runs",
         head=("condition", *names, "step"),
@@ -39,7 +43,7 @@ def phases(analysis: Analysis) -> Section:
         svg=plots.stacked("Phases of a step", parts),
         caption="Seconds of a measured update by what the step waits for or does, mean over accepted runs.",
     )
-    blocks: list[Block] = [figure, table, *_busy(analysis, rows), *_phase_effects(analysis)]
+    blocks: list[Block] = [figure, table, *without, *_busy(analysis, rows), *_phase_effects(analysis)]
     return Section("phases", title, blocks)
 
 
@@ -66,12 +70,17 @@ def _phase_effects(analysis: Analysis) -> Iterator[Block]:
     if not found:
         return
     names = list(dict.fromkeys(key for each in found.values() for key in each))
-    yield Table(
+    told = Table(
         caption="Seconds of a phase against the contrast's base, negative is faster: 95 % interval over blocks, "
-        "without adjustment for how many there are. It decides nothing",
+        "without adjustment for how many there are. No ratio: one of the two spends no time on it. It decides nothing",
         head=("phase", *found),
-        rows=[(name, *(effect(each.get(name)).replace(" (", "\n(") for each in found.values())) for name in names],
+        rows=[(name, *(_ratio(each.get(name)) for each in found.values())) for name in names],
     )
+    yield Details("Every phase of each contrast against its base", [told])
+
+
+def _ratio(found: Estimate | None) -> str:
+    return "no ratio" if found is None else effect(found).replace(" (", "\n(")
 
 
 def timelines(analysis: Analysis) -> Section:
@@ -79,6 +88,8 @@ def timelines(analysis: Analysis) -> Section:
     found = analysis.timelines
     if not found:
         return Section("timeline", "One step, side by side", [Paragraph(f"Spans: {NOT_MEASURED}.")])
+    # the axis is the step itself
+    found = tuple(replace(step, spans=tuple(span for span in step.spans if span.name != "loop.step")) for step in found)
     longest = 1.02 * max(step.seconds for step in found)
     totals: dict[str, float] = {}
     for span in (span for step in found for span in step.spans):

@@ -126,7 +126,10 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         for key, item in value.items():
             yield from flat(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
-        if any(isinstance(item, Mapping | list | tuple) for item in value):
+        if value and all(isinstance(item, Mapping) for item in value):
+            for index, item in enumerate(value):  # the rows of a table
+                yield f"{name}.{index}", ", ".join(f"{key} {words}" for key, words in flat(item))
+        elif any(isinstance(item, Mapping | list | tuple) for item in value):
             for index, item in enumerate(value):
                 yield from flat(item, f"{name}.{index}")
         else:

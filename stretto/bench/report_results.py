@@ -118,7 +118,7 @@ def verdicts(analysis: Analysis) -> Section:
         caption="Gains in tokens per second, paired within blocks",
         head=("contrast", "verdict", "gain", "95 % interval", "each block", "what is missing for an effect"),
         rows=rows,
-        words=frozenset({1, 5}),
+        words=frozenset({1, 4, 5}),
         cards=True,
     )
     largest = max((abs(value) for value in analysis.aa), default=None)

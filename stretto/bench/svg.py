@@ -13,10 +13,12 @@ from stretto.bench.markup import Markup, element
 from stretto.bench.phrases import number
 
 WIDTH = 480.0
-COLOURS = 10
 LIGHT = ["#1f2328", "#d55e00", "#0072b2", "#009e73", "#b8578e", "#b07a00", "#3a9bd6", "#8250df", "#7a5c1e", "#7f858d"]
+LIGHT += ["#4d7c0f", "#e11d74"]
 DARK = ["#e6edf3", "#ff8b4a", "#62aeea", "#3ecf9f", "#e79ac7", "#f2b33d", "#8fd0f5", "#b794f6", "#c9a55c", "#9aa3ad"]
-"""After Okabe and Ito, whom colour-blind people can tell apart; the first is that of B, the ink's."""
+DARK += ["#a3d65c", "#ff6fae"]
+"""The first eight after Okabe and Ito, whom colour-blind people can tell apart; the very first, the ink's, is B's."""
+COLOURS = len(LIGHT)
 
 
 def _variables(colours: Sequence[str], ink: str, muted: str, line: str, shade: str, paper: str) -> str:
