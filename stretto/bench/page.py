@@ -106,6 +106,8 @@ details::details-content{content-visibility:visible;display:block}
 h2{break-after:avoid}
 figure,tr{break-inside:avoid}
 .scroll{overflow:visible}
+.gallery{grid-template-columns:1fr 1fr}
+figure.single{max-width:115mm}
 table{font-size:8pt}
 th,td{white-space:normal}
 }

@@ -41,7 +41,7 @@ def write_report(analysis: Analysis, campaign: Path, out: Path) -> tuple[Path, .
 def report_files(analysis: Analysis, campaign: Path) -> Mapping[str, str]:
     """Name -> text of every file, the checksums last."""
     found = attempts(campaign)
-    told = document(analysis, campaign, found)
+    told = document(analysis, campaign, (*found, *attempts(campaign, "alone")))
     drawn = figures(block for section in told.sections for block in section.blocks)
     contents = {
         "report.html": page(told),

@@ -20,7 +20,10 @@ LONGEST = 40
 
 
 def document(analysis: Analysis, campaign: Path, attempts: Sequence[Attempt]) -> Document:
-    """What may be claimed first, then the evidence, then what a reviewer repeats it with."""
+    """What may be claimed first, then the evidence, then what a reviewer repeats it with.
+
+    ``attempts``: all of the campaign, of cells and of stages alone, for their commands.
+    """
     plan = analysis.plan
     sections = (
         claim(analysis),

@@ -53,7 +53,6 @@ def drawing(height: float, title: str, description: str, *parts: Markup) -> Mark
         viewBox=f"0 0 {WIDTH:g} {height:g}",
         class_="chart",
         role="img",
-        aria_label=f"{title}. {description}",
     )
 
 

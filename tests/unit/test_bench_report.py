@@ -334,7 +334,10 @@ def test_a_browser_shows_all_of_it_within_its_width(out: Path, tmp_path: Path, w
     probe = """<script>
     const out = [...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll, pre, svg')
       && e.getBoundingClientRect().right > document.documentElement.clientWidth + 1).map(e => e.tagName);
-    document.title = JSON.stringify({out, width: document.documentElement.scrollWidth, window: innerWidth,
+    document.getElementById('show-0').checked = false;
+    const lines = [...document.querySelectorAll('.cond-0, .cond-1')];
+    const hidden = lines.map(e => [e.classList.contains('cond-0'), getComputedStyle(e).display === 'none']);
+    document.title = JSON.stringify({out, hidden, width: document.documentElement.scrollWidth, window: innerWidth,
       drawn: [...document.querySelectorAll('svg.chart')].filter(e => e.getBoundingClientRect().height > 50).length});
     </script></body>"""
     page = tmp_path / "page.html"
@@ -344,3 +347,4 @@ def test_a_browser_shows_all_of_it_within_its_width(out: Path, tmp_path: Path, w
     found = json.loads(re.search(r"<title>(\{.*?\})</title>", dom)[1])
     assert found["out"] == [] and found["width"] <= found["window"]
     assert found["drawn"] == 15
+    assert len(found["hidden"]) == 14 and all(first == gone for first, gone in found["hidden"])  # seven panels
