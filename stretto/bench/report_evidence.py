@@ -208,6 +208,7 @@ def efficiency(analysis: Analysis) -> Section:
         ],
         rows=rows,
         words=frozenset({7}),
+        cards=True,
     )
     told = Paragraph(
         "Efficiency is the slowest stage alone over the measured step: at 100 % nothing is left to gain by overlap. It "

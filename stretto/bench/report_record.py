@@ -117,7 +117,7 @@ def provenance(analysis: Analysis) -> Section:
 
 def _facts(value: Any) -> Table:
     rows = [(key, words or "none") for key, words in flat(value)]
-    return Table(caption="", head=("what", "value"), rows=rows, words=frozenset({1}))
+    return Table(caption="", head=("what", "value"), rows=rows, words=frozenset({1}), cards=True)
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
