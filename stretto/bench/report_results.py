@@ -140,8 +140,10 @@ def verdicts(analysis: Analysis) -> Section:
         picture = plots.effects("Gains in throughput", drawn, largest)
         caption = (
             "Gain of each contrast: mean and 95 % t interval over blocks, a ring for each block, an arrow where an "
-            "interval goes on. An effect inside the shade is no larger than the difference between two runs of B."
+            "interval goes on."
         )
+        if largest:
+            caption += " An effect inside the shade is no larger than the difference between two runs of B."
         blocks.append(Figure(name="effects", svg=picture, caption=caption))
     return Section("verdicts", "Verdicts", [*blocks, _rules(analysis), *_reading(analysis)])
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stretto.bench.campaign import Attempt
 from stretto.bench.document import Document
+from stretto.bench.phrases import plural
 from stretto.bench.report_evidence import attribution, efficiency, hardware, packing, phases, timelines, workload
 from stretto.bench.report_record import guardrails, provenance, rejected, repeat
 from stretto.bench.report_results import SCOPES, claim, curves, headline, missing_cells, runs, verdicts
@@ -44,7 +45,7 @@ def document(analysis: Analysis, campaign: Path, attempts: Sequence[Attempt]) ->
     )
     subtitle = (
         f"Recipe `{plan.recipe}`, plan `{analysis.plan_sha256[:12]}`: conditions {', '.join(plan.conditions)}; "
-        f"{plan.updates} updates a run, warm-up {plan.warmup}, windows {', '.join(plan.windows)}."
+        f"{plural(plan.updates, 'update')} a run, warm-up {plan.warmup}, windows {', '.join(plan.windows)}."
     )
     return Document(f"Benchmark {plan.name}", subtitle, sections)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
-from stretto.bench.arithmetic import BlockValues, aa_values, against_target, estimate, judge, windowed
+from stretto.bench.arithmetic import BlockValues, Judgement, aa_values, against_target, estimate, judge, windowed
 from stretto.bench.attribution import factorials, increments
-from stretto.bench.design import design
+from stretto.bench.design import Cell, design
 from stretto.bench.guardrails import Guardrail
 from stretto.bench.plan import BASE, Plan
 from stretto.bench.results import (
@@ -152,14 +153,14 @@ def analysis_of(plan: Plan | None = None, seed: int = 0) -> Analysis:
     )
 
 
-def _target(plan, found):  # type: ignore[no-untyped-def]
+def _target(plan: Plan, found: Judgement) -> tuple[float, Literal["reached", "missed", "open"]] | None:
     aimed = plan.targets_percent.get(found.contrast.treated)
     if aimed is None or found.estimate is None or found.contrast.base != BASE:
         return None
     return aimed, against_target(found.estimate, aimed)
 
 
-def _cell(rng: np.random.Generator, plan: Plan, cell) -> CellResult:  # type: ignore[no-untyped-def]
+def _cell(rng: np.random.Generator, plan: Plan, cell: Cell) -> CellResult:
     """Losses and their like depend on the seed alone, as those of exact switches do."""
     shared = np.random.default_rng(100 + cell.seed)
     at = np.arange(plan.updates)
