@@ -31,7 +31,8 @@ def ratio(log_ratio: float | None) -> str:
     """A log-ratio as a gain: ``+39.0 %``."""
     if log_ratio is None or math.isnan(log_ratio):
         return NOT_MEASURED
-    return f"{number(percent(log_ratio), signed=True)} %"
+    gain = percent(log_ratio)
+    return number(gain) if math.isinf(gain) else f"{number(gain, signed=True)} %"
 
 
 def interval(low: float, high: float) -> str:

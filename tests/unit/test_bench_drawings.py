@@ -43,6 +43,7 @@ def test_numbers_have_three_digits(value: float | None, expected: str) -> None:
 
 def test_ratios_are_percent_with_their_interval() -> None:
     assert ratio(math.log(1.39)) == "+39.0 %" and ratio(math.log(0.5)) == "-50.0 %"
+    assert ratio(math.inf) == "unbounded" and ratio(math.nan) == "not measured"
     assert interval(math.log(0.41), math.log(4.68)) == "-59.0 % to +368 %"
     assert effect(estimate([math.log(1.1)])) == "+10.0 % (none: one block)"
     assert size(3 * 2**30) == "3.00 GiB" and size(1.5 * 2**20) == "1.50 MiB" and size(None) == "not measured"
