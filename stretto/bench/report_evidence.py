@@ -9,6 +9,7 @@ from dataclasses import replace
 from stretto.bench import plots
 from stretto.bench.arithmetic import Estimate
 from stretto.bench.document import Block, Bullets, Details, Figure, Gallery, Paragraph, Section, Table
+from stretto.bench.phases import PHASES
 from stretto.bench.phrases import effect, listed, number, plural, ratio, share, size, spread
 from stretto.bench.report_results import accepted, index_of, means, measured_conditions
 from stretto.bench.results import NOT_MEASURED, Analysis, Hardware
@@ -29,6 +30,7 @@ def phases(analysis: Analysis) -> Section:
     if not names:
         return Section("phases", title, [Paragraph(f"Phases: {NOT_MEASURED}.")])
     idle = [key for key in every if key not in names]
+    meant = Bullets([f"`{key}`: {PHASES[key]}" for key in names if key in PHASES], "note")
     without = [Paragraph(f"No run spent time on: {listed(idle)}.", "note")] if idle else []
     table = Table(
         caption="Seconds an update inside the windows, mean over runs",
@@ -43,7 +45,7 @@ def phases(analysis: Analysis) -> Section:
         svg=plots.stacked("Phases of a step", parts),
         caption="Seconds of a measured update by what the step waits for or does, mean over accepted runs.",
     )
-    blocks: list[Block] = [figure, table, *without, *_busy(analysis, rows), *_phase_effects(analysis)]
+    blocks: list[Block] = [figure, table, meant, *without, *_busy(analysis, rows), *_phase_effects(analysis)]
     return Section("phases", title, blocks)
 
 
