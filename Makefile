@@ -14,7 +14,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.complete
 
-.PHONY: help venv demo parity test test-long test-gpu check fmt lock clean
+.PHONY: help venv demo parity bench test test-long test-gpu check fmt lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | while IFS=$$'\t' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
@@ -29,6 +29,9 @@ demo: venv ## train a tiny Qwen3-VL by GRPO on handwritten digits, end to end
 
 parity: venv ## show that no switch changes a number of the demo: live and replayed, under every condition
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash recipes/parity.sh
+
+bench: venv ## measure what each switch is worth on two cores, and report it: about an hour; PLAN names another plan
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash recipes/bench.sh
 
 test: check ## everything that CI checks: static checks, unit and system tests
 	@$(BIN)/python -m pytest tests/unit tests/system

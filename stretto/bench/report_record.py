@@ -157,7 +157,7 @@ def repeat(analysis: Analysis, campaign: Path, attempts: Sequence[Attempt]) -> S
     )
     words = " ".join(("git checkout", str(commit))) if (commit := _commit(analysis.provenance)) else ""
     plan, folder = f"{analysis.plan_sha256}.plan.toml", shlex.quote(str(campaign))
-    commands = [words, f"stretto bench run {plan} {folder}", f"stretto bench report {folder}"]
+    commands = [words, f"stretto bench run {plan} --out {folder}", f"stretto bench report {folder}"]
     blocks: list[Block] = [
         Paragraph("The campaign, then its analysis (an empty folder runs it anew; this one would only be read):"),
         Code("\n".join(line for line in commands if line), "sh"),

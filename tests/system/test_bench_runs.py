@@ -68,7 +68,7 @@ def test_a_campaign_runs_every_cell_and_stage_and_goes_on_where_nothing_is_left(
 
     def run() -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "stretto.cli", "bench", "run", "plan.toml", "campaign"],
+            [sys.executable, "-m", "stretto.cli", "bench", "run", "plan.toml", "--out", "campaign"],
             capture_output=True, text=True, cwd=tmp_path, timeout=850, check=False,
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         )  # fmt: skip

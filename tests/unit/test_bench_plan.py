@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.bench.plan import Contrast, Plan, Window, _toml, condition_sets, parse_window
+from stretto.bench.plan import Contrast, Plan, Window, condition_sets, parse_window, toml_text
 from stretto.bench.plan_file import changes, keep_plan, load_plan, parse_plan, read_kept_plan
 from stretto.types import ConfigError
 
@@ -128,7 +128,7 @@ def test_any_value_survives_its_canonical_text(value):
             return {key: lists(inner) for key, inner in item.items()}
         return [lists(inner) for inner in item] if isinstance(item, tuple) else item
 
-    read = tomllib.loads(f"value = {_toml(value)}")["value"]
+    read = tomllib.loads(f"value = {toml_text(value)}")["value"]
     assert read == lists(value) and type(read) is type(lists(value))
 
 
