@@ -11,7 +11,7 @@ if [ ! -f runs/digits-sft/config.json ]; then
   stretto sft recipes/digits-sft.toml runs/digits-sft
 fi
 if [ ! -f runs/bench-digits/train.jsonl ]; then
-  python recipes/make_digit_files.py runs/bench-digits --scale 10
+  python recipes/make_digit_files.py runs/bench-digits --scale 12
 fi
 stretto bench run "$plan"
 stretto bench report "runs/bench/$(sed -n 's/^name = "\(.*\)"$/\1/p' "$plan")"
