@@ -123,8 +123,10 @@ class Sampler:
         spent_s, due_s = tree.look(), time.monotonic()
         while True:
             write("".join(json.dumps(line) + "\n" for line in lines))
-            due_s = max(due_s + self.interval_s, time.monotonic())  # what a sample takes does not add up
-            if self._stop.wait(due_s - time.monotonic()):
+            due_s, now_s = due_s + self.interval_s, time.monotonic()  # what a sample takes does not add up
+            if due_s <= now_s:
+                due_s = now_s + self.interval_s
+            if self._stop.wait(due_s - now_s):
                 return
             before, machine, then_ns, at_ns = machine, psutil.cpu_times(), at_ns, time.monotonic_ns()
             spent_before_s, spent_s = spent_s, tree.look()
