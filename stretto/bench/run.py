@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import chdir
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 from stretto import switches
@@ -72,7 +75,7 @@ def run_campaign(
             if attempt.note is None:  # its runner was killed, and what it ran may be going on
                 refuse_if_locked(attempt.run_dir)
         refuse_other_code(folder)
-        config = able(plan, folder, root)
+        config = able_elsewhere(plan, folder, root)
         keep_plan(plan, folder)
         environment, dropped = cell_environment(os.environ)
         if dropped:
@@ -83,6 +86,28 @@ def run_campaign(
         except KeyboardInterrupt:
             note("stopped; what has finished is kept: the same command goes on")
             raise Interrupted(STOPS.exit_code) from None
+
+
+def able_elsewhere(plan: Plan, folder: Path, root: Path) -> Config:
+    """``able`` in a process of its own: it loads a model and asks GPUs, and nothing of that stays beside the cells."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_left_to_the_runner) as pool:
+        found = pool.submit(_asked, plan, folder, root).result()
+    if isinstance(found, Config):
+        return found
+    problems, exit_code = found
+    raise ConfigError(problems, exit_code=exit_code)
+
+
+def _asked(plan: Plan, folder: Path, root: Path) -> Config | tuple[list[str], int]:
+    try:
+        return able(plan, folder, root)
+    except ConfigError as error:
+        return list(error.problems), error.exit_code
+
+
+def _left_to_the_runner() -> None:
+    """A terminal's Ctrl-C reaches both processes; the runner says what it means."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def able(plan: Plan, folder: Path, root: Path) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -84,7 +85,7 @@ def test_a_campaign_runs_every_cell_and_stage_and_goes_on_where_nothing_is_left(
         session = read_manifest(cell.run_dir)["sessions"][-1]
         assert session["status"] == "finished" and session["switches"]["condition"] == cell.note.condition
         assert session["boot_id"] == cell.note.boot_id and session["seeds"] == {"run.seed": 3}
-        config = Config.model_validate(session["config"])
+        config = Config.model_validate_json(json.dumps(session["config"]))
         events = read_events(cell.run_dir / "events.jsonl")
         assert all(switch.engaged(events).ok for switch in switches.on(config))
         _, samples = read_hardware(cell.hardware_path)

@@ -20,7 +20,7 @@ from stretto.bench.jobs import alone_condition, alone_jobs, cell_sets
 from stretto.bench.lock import held
 from stretto.bench.plan import Plan
 from stretto.bench.plan_file import load_plan, parse_plan
-from stretto.bench.run import Outcome, run_campaign
+from stretto.bench.run import Outcome, able, able_elsewhere, run_campaign
 from stretto.bench.sampler import read_hardware
 from stretto.resume import locked
 from stretto.settings import resolve
@@ -62,6 +62,24 @@ PLAN = {
     "pool_size": 1,
     "settings": {"staleness.max": 0},
 }
+RUNNER = """
+import sys
+from pathlib import Path
+import stretto.bench.attempt, stretto.bench.run
+from stretto.bench.plan_file import load_plan
+from stretto.training import Interrupted, interruptible
+if __name__ == "__main__":
+    stretto.bench.run.git_state = lambda: {"commit": "c0ffee", "dirty": False, "changed": []}
+    stretto.bench.attempt.LISTENS_S = 0.01
+    root = Path(sys.argv[1])
+    program = (sys.executable, str(root / "program.py"))
+    try:
+        with interruptible():
+            plan = load_plan(root / "plan.toml", root)
+            stretto.bench.run.run_campaign(plan, root / "campaign", print, program=program, root=root)
+    except Interrupted as stop:
+        raise SystemExit(stop.exit_code)
+"""
 WITH_ALONE = PLAN | {"settings": {}}
 ALONE = ["processor-B", "processor-P", "rollout-B", "training-B", "training-S"]
 FIRST = ["00-0-B", "00-1-P", "00-2-P+S", "00-3-B"]
@@ -117,6 +135,7 @@ class Stand:
 @pytest.fixture
 def stand(tmp_path, monkeypatch):
     monkeypatch.setattr("stretto.bench.attempt.LISTENS_S", 0.0001)
+    monkeypatch.setattr("stretto.bench.run.able_elsewhere", able)
     monkeypatch.setattr("stretto.bench.run.git_state", lambda: {"commit": "c0ffee", "dirty": False, "changed": []})
     here(monkeypatch, "boot-1")
     return Stand(tmp_path)
@@ -233,17 +252,7 @@ def stopped(stand: Stand, number: signal.Signals, name: str) -> tuple[int, str]:
     """A real runner process that gets a signal while its cell ``name`` hangs: its exit code and output."""
     stand.fail(name, "hangs")
     script = stand.root / "runner.py"
-    script.write_text(
-        "import sys\nfrom pathlib import Path\nimport stretto.bench.attempt, stretto.bench.run\n"
-        "from stretto.bench.plan_file import load_plan\nfrom stretto.training import Interrupted, interruptible\n"
-        "stretto.bench.run.git_state = lambda: {'commit': 'c0ffee', 'dirty': False, 'changed': []}\n"
-        "stretto.bench.attempt.LISTENS_S = 0.01\nroot = Path(sys.argv[1])\n"
-        "try:\n    with interruptible():\n"
-        "        stretto.bench.run.run_campaign(load_plan(root / 'plan.toml', root), root / 'campaign',\n"
-        "            lambda text: print(text, flush=True), root=root,\n"
-        "            program=(sys.executable, str(root / 'program.py')))\n"
-        "except Interrupted as stop:\n    raise SystemExit(stop.exit_code)\n"
-    )
+    script.write_text(RUNNER)
     process = subprocess.Popen(
         [sys.executable, str(script), str(stand.root)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -295,7 +304,8 @@ def test_a_changed_plan_is_refused_before_anything_runs(stand):
     assert stand.ran == []
 
 
-def test_a_plan_that_cannot_run_is_refused_at_once_and_leaves_no_plan_behind(stand):
+def test_a_plan_that_cannot_run_is_refused_at_once_and_leaves_no_plan_behind(stand, monkeypatch):
+    monkeypatch.setattr("stretto.bench.run.able_elsewhere", able_elsewhere)
     recipe = stand.root / "recipe.toml"
     recipe.write_text(recipe.read_text() + "[algorithm]\nkl_loss_coef = 0.1\n")
     with pytest.raises(ConfigError) as caught:
