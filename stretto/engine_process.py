@@ -72,7 +72,8 @@ class EngineProcess:
 
 def create_engine(config: Config, place: machine.Placement, replica: int) -> Any:
     """The Ray actor of a replica. It begins to start at once; ``RemoteEngine.start`` waits until it has."""
-    remote = ray.remote(num_cpus=1, num_gpus=int(place.device == "cuda"), max_restarts=0)(EngineProcess)
+    gpus = int(place.device == "cuda" and machine.engine_gpus(config) > 0)
+    remote = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(EngineProcess)
     process = remote.options(max_concurrency=1000).remote(config, place, replica)
     process.start.remote()
     return process

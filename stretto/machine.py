@@ -57,7 +57,7 @@ def placement(config: Config) -> Placement:
     """
     cluster = config.cluster
     ranks, replicas = config.actor.data_parallel, config.rollout.replicas
-    device, note = _device(config, ranks, replicas)
+    device, note = _device(config)
     if cluster.address:
         actor, rollout = cluster.actor_cores, cluster.rollout_cores
     else:
@@ -82,24 +82,31 @@ def shares(cores: tuple[int, ...], parts: int) -> tuple[Share, ...]:
     return tuple(Share(cores[i * each : (i + 1) * each], each) for i in range(parts))
 
 
-def _device(config: Config, ranks: int, replicas: int) -> tuple[Literal["cpu", "cuda"], str]:
-    """Every rank and every replica needs a GPU of its own; with the reason where ``auto`` falls back to the CPU."""
+def engine_gpus(config: Config) -> int:
+    """GPUs of this run's engines: one a replica; none in a replay, whose engines hold no model."""
+    return 0 if config.seams.replay else config.rollout.replicas
+
+
+def _device(config: Config) -> tuple[Literal["cpu", "cuda"], str]:
+    """Every rank and every engine needs a GPU of its own; with the reason where ``auto`` falls back to the CPU. In a
+    replay ``auto`` decides as in the run that it repeats.
+    """
     asked = config.cluster.device
     if asked == "cpu":
         return "cpu", ""
     if config.cluster.address:  # the GPUs of other machines can not be seen from here; Ray waits for them
         return "cuda", ""
-    gpus, needed = _gpu_count(), ranks + replicas
-    need = (
-        f"actor.data_parallel = {ranks} and rollout.replicas = {replicas} need a GPU each, so {needed}, "
-        f"and {gpus} can be seen here"
-    )
+    ranks, engines = config.actor.data_parallel, engine_gpus(config) if asked == "cuda" else config.rollout.replicas
+    gpus, needed = _gpu_count(), ranks + engines
+    sides = f"actor.data_parallel = {ranks}" + (f" and rollout.replicas = {engines}" if engines else "")
+    need = f"{sides} need a GPU each, so {needed}, and {gpus} can be seen here"
     if gpus >= needed:
         return "cuda", ""
     if asked == "cuda":
+        lower = "one of the two" if engines else "it"
         raise ConfigError(
             [
-                f'cluster.device = "cuda": {need}; make more visible (CUDA_VISIBLE_DEVICES), lower one of the two, '
+                f'cluster.device = "cuda": {need}; make more visible (CUDA_VISIBLE_DEVICES), lower {lower}, '
                 'or set cluster.device = "cpu"'
             ]
         )

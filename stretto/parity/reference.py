@@ -42,14 +42,16 @@ def float64_throughout() -> Iterator[None]:
         torch.float32, torch.Tensor.float = single, to_single  # type: ignore[method-assign]
 
 
-def gradients(config: Config, groups: Sequence[tuple[GroupRecord, GroupFields]]) -> dict[str, np.ndarray]:
+def gradients(
+    config: Config, groups: Sequence[tuple[GroupRecord, GroupFields]], device: str = "cpu"
+) -> dict[str, np.ndarray]:
     """Float64 gradients of the last update that a partition takes, by name, as the optimizer gets them: normalised and
     clipped. ``groups``: those of the partition, in order; ``config``: of a run on one rank whose first partition it is.
 
     Raises:
         StrettoError: the model draws dropout, which another arithmetic draws otherwise; or the update is skipped.
     """
-    models = build.actor_models(config, "cpu")
+    models = build.actor_models(config, device)
     if any(has_dropout(module) for module in models.modules()):
         raise StrettoError("there is no reference for a model with dropout: every run draws other units; set it to 0")
     for module in models.modules():
@@ -58,7 +60,7 @@ def gradients(config: Config, groups: Sequence[tuple[GroupRecord, GroupFields]])
     payloads = {record.group: _double(fields) for record, fields in groups}
     with float64_throughout():
         rank = build.actor_rank(config, lambda _, wanted: {g: payloads[g] for g in wanted}, Tracer(None, ""), models)
-        minis = _minis(config, records)
+        minis = _minis(config, records, device)
         for mini, part in minis:
             for chunk in mini.chunks:
                 rank.phase1(chunk, [record for record in part if record.group in chunk.groups], None)
@@ -68,10 +70,10 @@ def gradients(config: Config, groups: Sequence[tuple[GroupRecord, GroupFields]])
             metrics = rank.phase3(mini, loss_normaliser(part, config.algorithm, longest))
         if metrics["update_skipped"]:
             raise StrettoError("there is no reference for an update that is skipped: it has no gradient")
-        return {name: grad.numpy().copy() for name, grad in rank.trainer.master.named_grads().items()}
+        return {name: grad.cpu().numpy().copy() for name, grad in rank.trainer.master.named_grads().items()}
 
 
-def _minis(config: Config, records: Sequence[GroupRecord]) -> list[tuple[Mini, list[GroupRecord]]]:
+def _minis(config: Config, records: Sequence[GroupRecord], device: str) -> list[tuple[Mini, list[GroupRecord]]]:
     """The minis of a partition on one rank, each with its records."""
     actor, minis = config.actor, []
     for index, ranges in enumerate(chunk_ranges(config)):
@@ -82,7 +84,7 @@ def _minis(config: Config, records: Sequence[GroupRecord]) -> list[tuple[Mini, l
                 ranks=1,
                 max_tokens=actor.max_tokens_per_microbatch,
                 max_patches=actor.max_patches_per_microbatch,
-                layout=actor.layout_on("cpu"),
+                layout=actor.layout_on(device),
             )
             for number, groups in enumerate(ranges)
         )

@@ -158,7 +158,7 @@ def _gpus(config: Config) -> list[int]:
         return []
     import torch
 
-    wanted = config.actor.data_parallel + config.rollout.replicas
+    wanted = config.actor.data_parallel + machine.engine_gpus(config)
     return [torch.cuda.get_device_properties(i).total_memory for i in range(wanted)]
 
 

@@ -56,7 +56,8 @@ def _placed(config: Config) -> Iterator[Line]:
     if place.note and torch.cuda.device_count():  # without any GPU nobody expects one to be used
         yield Caution(place.note)
     if place.device == "cuda":
-        yield Fact(f"{ranks + replicas} GPUs in use: {_count(ranks, 'actor rank')}, {_count(replicas, 'engine')}")
+        engines = placing.engine_gpus(config)
+        yield Fact(f"{ranks + engines} GPUs in use: {_count(ranks, 'actor rank')}, {_count(engines, 'engine')}")
         return
     sides = (("actor", "actor.data_parallel", ranks, actor), ("rollout", "rollout.replicas", replicas, rollout))
     for side, name, count, cores in sides:

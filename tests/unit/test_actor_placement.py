@@ -10,10 +10,11 @@ from stretto.machine import Share
 from stretto.types import ConfigError
 
 
-def place(monkeypatch, cores: int, gpus: int, ranks: int = 1, **cluster) -> machine.Placement:
+def place(monkeypatch, cores: int, gpus: int, ranks: int = 1, replay: str = "", **cluster) -> machine.Placement:
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(cores)))
     monkeypatch.setattr(machine, "_gpu_count", lambda: gpus)
-    return machine.placement(Config.model_validate({"actor": {"data_parallel": ranks}, "cluster": cluster}))
+    config = Config.model_validate({"actor": {"data_parallel": ranks}, "cluster": cluster})
+    return machine.placement(config.with_seams(replay=replay))
 
 
 def test_one_rank_owns_all_cores_of_its_side(monkeypatch):
@@ -50,3 +51,17 @@ def test_cuda_is_refused_with_the_numbers(monkeypatch):
     with pytest.raises(ConfigError, match=r"data_parallel = 2 and rollout.replicas = 1 .* so 3, and 2 can be seen"):
         place(monkeypatch, 8, 2, ranks=2, device="cuda")
     assert place(monkeypatch, 8, 0, ranks=2, device="cpu").note == ""
+
+
+def test_a_replay_needs_gpus_for_its_ranks_alone(monkeypatch):
+    """Its engine holds no model: what two GPUs recorded replays on one."""
+    assert place(monkeypatch, 8, 2, ranks=2, replay="recording", device="cuda").device == "cuda"
+    with pytest.raises(ConfigError, match=r"data_parallel = 2 need a GPU each, so 2, and 1 can be seen .* lower it"):
+        place(monkeypatch, 8, 1, ranks=2, replay="recording", device="cuda")
+
+
+def test_auto_takes_the_device_of_a_replay_as_that_of_the_recorded_run(monkeypatch):
+    """Else one would run on the CPU, the other on a GPU, and nothing but distances would come of comparing them."""
+    for gpus in (2, 3):
+        live, replay = place(monkeypatch, 8, gpus, ranks=2), place(monkeypatch, 8, gpus, ranks=2, replay="recording")
+        assert live.device == replay.device
