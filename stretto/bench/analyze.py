@@ -64,7 +64,13 @@ def analyze(folder: Path) -> Analysis:
     return Analysis(
         plan=plan,
         plan_sha256=plan.sha256,
-        scope=decide(plan.measured, plan.warmup, processes(accepted, plan), declared=declared(plan, standing)),
+        scope=decide(
+            plan.measured,
+            plan.warmup,
+            processes(accepted, plan),
+            conditions=plan.conditions,
+            declared=declared(plan, standing),
+        ),
         square_complete=planned.complete and all(cell.name in accepted.reads for cell in planned.cells),
         blocks_planned=len(planned.blocks),
         cells=cells,

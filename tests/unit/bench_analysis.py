@@ -99,7 +99,7 @@ def analysis_of(plan: Plan | None = None, seed: int = 0) -> Analysis:
     return Analysis(
         plan=plan,
         plan_sha256=plan.sha256,
-        scope=decide(plan.measured, plan.warmup, processes, declared=True),
+        scope=decide(plan.measured, plan.warmup, processes, conditions=plan.conditions, declared=True),
         square_complete=planned.complete,
         blocks_planned=len(planned.blocks),
         cells=(*cells, broken, stopped),

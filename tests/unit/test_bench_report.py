@@ -279,7 +279,7 @@ def test_nothing_accepted(analysis: Analysis, tmp_path: Path) -> None:
     bare = replace(
         analysis,
         cells=tuple(cells),
-        scope=decide(analysis.plan.measured, analysis.plan.warmup, [], declared=True),
+        scope=decide(analysis.plan.measured, 3, [], conditions=analysis.plan.conditions, declared=True),
         verdicts=tuple(
             replace(
                 verdict,

@@ -15,11 +15,15 @@ def cells(blocks: int, updates: int, conditions: tuple[str, ...] = ("B", "P+S", 
 
 def steady(**changes):
     case = {"windows": [Window(5, 44)], "warmup": 5, "processes": cells(2, 45), "declared": True} | changes
-    return decide(**case)
+    return decide(**{"conditions": list({process.condition: 0 for process in case["processes"]})} | case)
+
+
+def first_step(processes: list[Process], conditions: tuple[str, ...] = ("B", "P+S")):
+    return decide([Window(0, 0)], 0, processes, conditions=conditions, declared=True)
 
 
 def test_one_update_in_fresh_processes_is_a_first_step_and_says_nothing_about_sustained_training():
-    found = decide([Window(0, 0)], 0, cells(4, 1), declared=True)
+    found = first_step(cells(4, 1))
     assert (found.name, found.claim) == ("fresh_process_first_step", True)
     assert found.limit == (
         "First-step latency of this setting alone, over 4 blocks with 4 seeds: nothing about sustained training."
@@ -27,15 +31,14 @@ def test_one_update_in_fresh_processes_is_a_first_step_and_says_nothing_about_su
 
 
 def test_a_first_step_of_one_repetition_claims_nothing():
-    found = decide([Window(0, 0)], 0, cells(1, 1), declared=True)
+    found = first_step(cells(1, 1))
     assert (found.name, found.claim) == ("fresh_process_first_step", False)
     assert found.limit.startswith("No claim")
 
 
 def test_the_first_update_of_longer_processes_is_transient():
-    assert decide([Window(0, 0)], 0, cells(4, 45), declared=True).name == "transient"
-    mixed = [*cells(3, 1), Process("B", 3, 103, 2)]
-    assert decide([Window(0, 0)], 0, mixed, declared=True).name == "transient"
+    assert first_step(cells(4, 45)).name == "transient"
+    assert first_step([*cells(3, 1), Process("B", 3, 103, 2)]).name == "transient"
 
 
 def test_forty_measured_updates_after_warm_up_in_two_blocks_are_a_steady_state():
@@ -73,6 +76,22 @@ def test_two_windows_count_together():
 
 def test_the_two_b_of_one_block_are_one_repetition():
     assert steady(processes=cells(1, 45, ("B", "B"))).name == "transient"
+
+
+@pytest.mark.parametrize("updates", [1, 45])
+def test_a_condition_of_which_no_run_was_accepted_leaves_no_claim(updates):
+    """Every other rule of a steady state, or of a first step, holds."""
+    conditions = ("B", "P", "P+S")
+    found = first_step(cells(4, 1), conditions) if updates == 1 else steady(conditions=conditions)
+    assert (found.name, found.claim) == ("transient", False)
+    assert "no run of P was accepted" in found.limit and "repetition" not in found.limit
+
+
+def test_a_claim_counts_the_blocks_and_seeds_that_every_condition_has():
+    """B ran in 6 blocks with seeds 100 to 105; P only in blocks 0, 2 and 3, of which two have one seed."""
+    base = cells(6, 45, ("B", "B"))
+    treated = [Process("P", 0, 100, 45), Process("P", 2, 102, 45), Process("P", 3, 102, 45)]
+    assert "over 3 blocks with 2 seeds:" in steady(processes=[*base, *treated]).limit
 
 
 def test_seeds_that_repeat_are_counted_once():
