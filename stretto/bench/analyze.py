@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from stretto.bench.arithmetic import (
     LEVEL,
     BlockValues,
+    Estimate,
     Judgement,
     aa_values,
     against_target,
@@ -34,6 +36,7 @@ from stretto.bench.plan import BASE, Plan
 from stretto.bench.plan_file import read_kept_plan
 from stretto.bench.provenance import places, provenance, warnings
 from stretto.bench.read_alone import read_alone
+from stretto.bench.read_cells import Read
 from stretto.bench.resample import within_runs
 from stretto.bench.results import Alone, Analysis, Efficiency, Timeline, Verdict
 from stretto.bench.scope import Process, decide
@@ -55,8 +58,9 @@ def analyze(folder: Path) -> Analysis:
     accepted = Accepted(planned.blocks, {name: each.read for name, each in standing.items() if each.accepted})
     values = throughputs(accepted, plan)
     guardrails = guarded(accepted, plan)
-    failed = {condition: failures for condition, rows in guardrails.items() if (failures := tuple(_failed(rows)))}
-    judgements = judge(values, plan.primary_contrast, plan.other_contrasts, failed)
+    failed = {condition: tuple(_failed(rows)) for condition, rows in guardrails.items()}
+    idle = {condition: idle_switches(accepted.of(condition)) for condition in plan.conditions}
+    judgements = judge(values, plan.primary_contrast, plan.other_contrasts, failed, idle)
     alone, alone_told = read_alone(folder, plan, places(standing.values()))
     step_s = mean_steps(accepted, plan.conditions, plan.measured)
     contrasts = (plan.primary_contrast, *plan.other_contrasts)
@@ -124,7 +128,22 @@ def verdict(judgement: Judgement, values: Sequence[BlockValues], accepted: Accep
         judgement=judgement,
         within_runs=within_runs(pairs, plan.measured) if pairs else None,
         detectable=detectable(judgement, values, 1 if judgement.primary else len(plan.other_contrasts)),
-        target=None if aimed is None or found is None else (aimed, against_target(found, aimed)),
+        target=None if aimed is None or found is None else (aimed, against(judgement, found, aimed)),
+    )
+
+
+def against(judgement: Judgement, found: Estimate, aimed: float) -> Literal["reached", "missed", "open"]:
+    """A gain that is not supported reaches nothing."""
+    told = against_target(found, aimed)
+    return "open" if told == "reached" and judgement.finding != "supported" else told
+
+
+def idle_switches(reads: Sequence[Read]) -> tuple[str, ...]:
+    """Those of a condition that had nothing to do in any of its cells."""
+    evidence = [read.evidence for read in reads]
+    letters = dict.fromkeys(letter for each in evidence for letter in each)
+    return tuple(
+        letter for letter in letters if not any(each[letter].opportunity for each in evidence if letter in each)
     )
 
 

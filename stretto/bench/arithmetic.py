@@ -7,8 +7,9 @@ better; of a duration take the reciprocal.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ LEVEL = 0.05
 SIGNS_BELOW = 6
 """Fewer blocks than these must all have the sign of the effect."""
 Finding = Literal["supported", "negative", "inconclusive", "guardrail failed"]
+_NONE: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
 def percent(log_ratio: float) -> float:
@@ -167,7 +169,7 @@ class Judgement:
     p_adjusted  by Holm for all but the primary contrast, whose p stands alone
     largest_aa  of abs(A/A) over all blocks; None: the design has no such pair
     finding     by the rules of ``judge``
-    reasons     what is missing for ``supported`` or ``negative``; the guardrails that failed
+    reasons     the guardrails that failed, with the condition; what is missing for ``supported`` or ``negative``
     """
 
     contrast: Contrast
@@ -184,13 +186,15 @@ def judge(
     primary: Contrast,
     others: Sequence[Contrast],
     failed_guardrails: Mapping[str, Sequence[str]],
+    idle: Mapping[str, Collection[str]] = _NONE,
 ) -> tuple[Judgement, ...]:
     """Verdicts on the primary contrast and then the others.
 
     ``supported``: the interval lies above 0 (for the others: Holm's p is at most 5 %), with fewer than 6 blocks every
     block has that sign, and the effect is larger than the largest difference of two B in one block. ``negative`` is its
-    mirror, all else ``inconclusive``. A guardrail that a condition failed (``failed_guardrails``: condition -> which)
-    replaces the finding on every contrast of it.
+    mirror, all else ``inconclusive``, and so is an effect of switches that had no work to do in any cell of the treated
+    condition (``idle``: condition -> their letters): whatever made it was not they. A guardrail that either condition
+    failed (``failed_guardrails``: condition -> which) replaces the finding.
     """
     contrasts = (primary, *others)
     values = [paired(blocks, contrast) for contrast in contrasts]
@@ -199,15 +203,23 @@ def judge(
     adjusted = (raw[0], *holm(raw[1:]))
     largest = max(map(abs, aa_values(blocks)), default=None)
     return tuple(
-        _judged(contrast, index == 0, found, p, largest, failed_guardrails.get(contrast.treated, ()))
+        _judged(contrast, index == 0, found, p, largest, failed_guardrails, idle.get(contrast.treated, ()))
         for index, (contrast, found, p) in enumerate(zip(contrasts, estimates, adjusted, strict=True))
     )
 
 
 def _judged(
-    contrast: Contrast, primary: bool, found: Estimate | None, p: float, largest: float | None, failed: Sequence[str]
+    contrast: Contrast,
+    primary: bool,
+    found: Estimate | None,
+    p: float,
+    largest: float | None,
+    failed_guardrails: Mapping[str, Sequence[str]],
+    idle: Collection[str],
 ) -> Judgement:
-    missing = _missing(found, p, largest, primary)
+    sides = (contrast.treated, contrast.base)
+    failed = [f"{side}, {failure}" for side in sides for failure in failed_guardrails.get(side, ())]
+    missing = [*_missing(found, p, largest, primary), *_without_work(contrast, idle)]
     finding: Finding = "inconclusive"
     if found is not None and not missing:
         finding = "supported" if found.mean > 0 else "negative"
@@ -222,6 +234,14 @@ def _judged(
         finding=finding,
         reasons=(*failed, *missing),
     )
+
+
+def _without_work(contrast: Contrast, idle: Collection[str]) -> Iterator[str]:
+    """Of the switches that make the contrast."""
+    shared = contrast.base.partition("(")[0].split("+")
+    for letter in idle:
+        if letter not in shared:
+            yield f"switch {letter} had nothing to do in any cell of {contrast.treated}"
 
 
 def _missing(found: Estimate | None, p: float, largest: float | None, primary: bool) -> tuple[str, ...]:

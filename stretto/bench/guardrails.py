@@ -3,8 +3,9 @@
 How often they fail without any effect, for one condition: `step p95` at most 5 % (simulated: 2 to 6 blocks, runs that
 scatter by 1 to 20 %); `reward` and `truncation` as ``stretto.bench.detectable.aa_exceeded`` says, 17.6 % each with 2
 blocks and 2.5 % with 4, so that of four conditions any fails either one in 61 % of plans with 2 blocks, 14 % with 4
-and 2.4 % with 6 (never where every run trains the same bits); `peak memory`, `tokens` and `multimodal bytes` hold what
-hardly scatters against fixed bounds, and fail without an effect only where runs of one condition are as far apart.
+and 2.4 % with 6; where every two runs of B are the same bits, never: a condition that is the same as well passes, and
+of any other they are not measured. `peak memory`, `tokens` and `multimodal bytes` hold what hardly scatters against
+fixed bounds, and fail without an effect only where runs of one condition are as far apart.
 """
 
 from __future__ import annotations
@@ -151,12 +152,24 @@ def _relative(difference: float, mean: float) -> float:
 
 
 def _within_aa(name: str, blocks: Sequence[PairedFacts], of: Callable[[CellFacts], float]) -> Guardrail:
-    """The mean over blocks of condition less mean of both base runs, against the largest A/A difference in a block."""
+    """The mean over blocks of condition less mean of both base runs, against the largest A/A difference in a block.
+
+    Where all A/A differences are exactly 0 there is no spread to hold a difference against, and none is a pass or a
+    failure but no difference at all.
+    """
     if any(len(block.base) < 2 for block in blocks):
         return Guardrail(name=name, status="not measured", told="no A/A pair says how far two runs are apart")
     bases = [[of(cell) for cell in block.base] for block in blocks]
     gaps = [of(block.treated) - math.fsum(base) / len(base) for block, base in zip(blocks, bases, strict=True)]
     mean, spread = math.fsum(gaps) / len(gaps), max(abs(base[-1] - base[0]) for base in bases)
+    if not all(math.isfinite(value) for base in bases for value in base) or not math.isfinite(mean):
+        return Guardrail(name=name, status="not measured", told="a run has no such figure in its windows")
+    if spread == 0 and any(gaps):
+        told = (
+            "two runs of B are the same bits, so that nothing says how far sound runs lie apart; "
+            f"mean difference {mean:+.4g}"
+        )
+        return Guardrail(name=name, status="not measured", told=told)
     return Guardrail(
         name=name,
         status="failed" if abs(mean) > spread else "passed",

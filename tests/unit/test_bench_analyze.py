@@ -96,13 +96,13 @@ def test_a_guardrail_that_fails_decides_the_verdict(tmp_path):
     plan = steady_plan(conditions=("B", "P+S"))
 
     def numbers(cell):
-        updates = [0.5 if cell.condition == "B" else 0.9] * plan.updates
+        updates = [0.5 + 0.01 * cell.position if cell.condition == "B" else 0.91] * plan.updates  # A/A: 0.02
         seconds = 1.0 if cell.condition == "B" else 0.5
         return alike(cell, plan.updates, seconds=seconds) | {"reward_mean": updates}
 
     judgement = verdict_on(analyze(make_campaign(tmp_path / "campaign", plan, numbers)), "P+S").judgement
     assert judgement.finding == "guardrail failed"
-    assert judgement.reasons[0].startswith("reward: mean difference +0.4;")
+    assert judgement.reasons[0].startswith("P+S, reward: mean difference +0.4;")
 
 
 def test_the_first_step_alone(tmp_path):

@@ -188,8 +188,38 @@ def test_all_but_the_primary_contrast_are_adjusted_together():
 def test_a_failed_guardrail_decides_the_verdict_on_its_condition():
     found = blocks([0.10, 0.11, 0.12, 0.11])
     (judged,) = judge(found, P_B, [], {"P": ("peak memory",)})
-    assert (judged.finding, judged.reasons) == ("guardrail failed", ("peak memory",))
+    assert (judged.finding, judged.reasons) == ("guardrail failed", ("P, peak memory",))
     assert judge(found, P_B, [], {"P+S": ("peak memory",)})[0].finding == "supported"
+
+
+def test_a_condition_that_failed_is_no_base_to_be_better_than():
+    found = [BlockValues(baseline=(1.0, 1.0), others={"P": 0.5 + 0.01 * block, "P+R": 1.0}) for block in range(4)]
+    failed = {"P": ("step p95", "tokens"), "P+R": ("reward",)}
+    (judged,) = judge(found, Contrast("P+R", "P"), [], failed)
+    assert (judged.finding, judged.reasons) == ("guardrail failed", ("P+R, reward", "P, step p95", "P, tokens"))
+    assert judge(found, Contrast("P+R", "P"), [], {"P": ("step p95",)})[0].finding == "guardrail failed"
+
+
+@pytest.mark.parametrize(
+    ("treated", "base", "idle", "finding"),
+    [
+        ("P", "B", {}, "supported"),
+        ("P", "B", {"P": ("P",)}, "inconclusive"),
+        ("P", "B", {"P+R": ("P",)}, "supported"),  # of another condition
+        ("P+R", "P", {"P+R": ("R",)}, "inconclusive"),
+        ("P+R", "P", {"P+R": ("P",)}, "supported"),  # on in both: it makes no difference between them
+        ("P+R(x)", "P(x)", {"P+R(x)": ("P",)}, "supported"),
+        ("P+R(x)", "P(x)", {"P+R(x)": ("R",)}, "inconclusive"),
+    ],
+)
+def test_a_switch_without_work_has_no_effect(treated, base, idle, finding):
+    gains = [0.10, 0.11, 0.12, 0.11]
+    logs = [{"P": gain, "P(x)": gain, "P+R": 2 * gain, "P+R(x)": 2 * gain} for gain in gains]
+    found = [BlockValues(baseline=(1.0, 1.0), others={k: math.exp(v) for k, v in row.items()}) for row in logs]
+    (judged,) = judge(found, Contrast(treated, base), [], {}, idle)
+    assert judged.finding == finding
+    told = [f"switch {idle[treated][0]} had nothing to do in any cell of {treated}"] if treated in idle else []
+    assert list(judged.reasons) == (told if finding == "inconclusive" else [])
 
 
 def test_a_contrast_without_cells_is_inconclusive():

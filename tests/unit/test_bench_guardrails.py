@@ -8,7 +8,7 @@ import bench_case
 import numpy as np
 import pytest
 
-from stretto.bench.guardrails import GIB, CellFacts, PairedFacts, check_guardrails, p95_ratio
+from stretto.bench.guardrails import GIB, CellFacts, Guardrail, PairedFacts, check_guardrails, p95_ratio
 from stretto.bench.plan import Guardrails, Window
 from stretto.bench.resample import PairedSteps, Steps
 
@@ -87,6 +87,31 @@ def test_the_mean_difference_stays_within_the_largest_aa_difference(name, field)
     # Differences +0.25 and -0.125: mean 0.0625. A/A 0 and 0.0625: just within; then 0.03125: outside.
     assert status(block(0.75, 0.5, 0.5), block(0.40625, 0.5, 0.5625))[name] == "passed"
     assert status(block(0.75, 0.5, 0.5), block(0.390625, 0.5, 0.53125))[name] == "failed"
+
+
+@pytest.mark.parametrize(("name", "field"), [("reward", "reward"), ("truncation", "truncated")])
+def test_where_runs_of_b_are_the_same_bits_only_the_same_bits_pass(name, field):
+    """No A/A difference says how far sound runs lie apart, so that one is neither a pass nor a failure."""
+
+    def row(*treated: float) -> Guardrail:
+        blocks = [against(cell(**{field: value}), *[cell(**{field: 0.5})] * 2) for value in treated]
+        return next(row for row in check_guardrails(blocks, WINDOW, Guardrails()) if row.name == name)
+
+    assert row(0.5, 0.5).status == "passed"
+    found = row(0.5, 0.75)
+    assert found.status == "not measured"
+    assert found.told == (
+        "two runs of B are the same bits, so that nothing says how far sound runs lie apart; mean difference +0.125"
+    )
+    assert row(0.25, 0.75).status == "not measured"  # differences that cancel are differences
+
+
+@pytest.mark.parametrize("at", ["treated", "base"])
+@pytest.mark.parametrize(("name", "field"), [("reward", "reward"), ("truncation", "truncated")])
+def test_a_figure_that_no_line_has_is_not_measured(name, field, at):
+    none, first = cell(**{field: float("nan")}), cell(**{field: 0.25})
+    block = against(none, first) if at == "treated" else against(cell(), first, none)
+    assert status(EQUAL, block)[name] == "not measured"
 
 
 def test_what_was_not_measured_is_no_pass():
