@@ -110,7 +110,7 @@ def read_cell(attempt: Attempt, plan: Plan) -> Read:
     found: Hardware | None = None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # it warns of lines that it leaves out
+            warnings.simplefilter("error", UserWarning)  # it warns of lines that it leaves out
             events = read_events(run / "events.jsonl")
         if config is not None:
             evidence = {switch.letter: switch.engaged(events) for switch in switches.on(config)}
@@ -121,7 +121,7 @@ def read_cell(attempt: Attempt, plan: Plan) -> Read:
             parts = phases(events, times, updates, step_s)
             worked = busy(events, times, updates)
             found = hardware_in(attempt.hardware_path, times)
-    except (OSError, LookupError, TypeError, ValueError, StrettoError, UserWarning) as error:
+    except (OSError, LookupError, TypeError, ValueError, ArithmeticError, StrettoError, UserWarning) as error:
         problems.append(f"events.jsonl or hardware.jsonl: {error!r}")
     return Read(
         attempt=attempt,

@@ -44,10 +44,48 @@ def unlike_reasons(read: Read, reference: Read, plan: Plan, conditions: Iterable
     by_design = frozenset(name for condition in conditions for name in plan.variants.get(condition, {}))
     mine, theirs = comparable(read, by_design), comparable(reference, by_design)
     return [
-        f"{kind(field)}: {_pair(field, mine.get(field), reference.name, theirs.get(field))}"
-        for field in dict.fromkeys([*mine, *theirs])
-        if mine.get(field) != theirs.get(field)
+        *(
+            f"{kind(field)}: {_pair(field, mine.get(field), reference.name, theirs.get(field))}"
+            for field in dict.fromkeys([*mine, *theirs])
+            if mine.get(field) != theirs.get(field)
+        ),
+        *note_reasons(read, reference),
     ]
+
+
+def note_reasons(read: Read, reference: Read) -> Iterator[str]:
+    """In what the surroundings of two processes differ, as far as the runner wrote them down for both."""
+    mine, theirs = read.attempt.note, reference.attempt.note
+    if mine is None or theirs is None or not mine.environment or not theirs.environment:
+        return
+    for name in sorted({*mine.environment, *theirs.environment}):
+        values = mine.environment.get(name), theirs.environment.get(name)
+        if values[0] != values[1]:
+            yield f"environment: {_pair(f'variable {name}', values[0], reference.name, values[1])}"
+    if mine.niceness != theirs.niceness:
+        yield f"environment: {_pair('niceness', mine.niceness, reference.name, theirs.niceness)}"
+
+
+def elsewhere_reasons(read: Read, reference: Read) -> list[str]:
+    """In what a process that ran beside the cells was not in the place of theirs: machine, boot, code, model, data and
+    dependencies, of which not every stage alone has a manifest. Its options are others by design.
+    """
+    mine, theirs = read.attempt.note, reference.attempt.note
+    reasons = [
+        f"machine: {_pair(field, getattr(mine, field), reference.name, getattr(theirs, field))}"
+        for field in ("machine_id", "boot_id")
+        if getattr(mine, field) != getattr(theirs, field)
+    ]
+    if read.session:
+        if (read.session.get("git") or {}).get("dirty"):
+            reasons.append("commit: git.dirty = true, expected false")
+        found, expected = comparable(read), comparable(reference)
+        reasons += [
+            f"{kind(field)}: {_pair(field, found[field], reference.name, expected.get(field))}"
+            for field in found
+            if not field.startswith("config.") and found[field] != expected.get(field)
+        ]
+    return [*reasons, *note_reasons(read, reference)]
 
 
 def block_reasons(read: Read, first: Read) -> Iterator[str]:
@@ -56,11 +94,11 @@ def block_reasons(read: Read, first: Read) -> Iterator[str]:
         mine, theirs = read.session.get(field), first.session.get(field)
         if mine != theirs:
             yield f"machine: {_pair(field, mine, first.name, theirs)}: a block is of one machine in one boot"
-    mine_images, their_images = read.series("images"), first.series("images")
-    for update, (mine, theirs) in enumerate(zip(mine_images, their_images, strict=False)):
-        if mine != theirs:
-            yield f"workload: {_pair(f'images of update {update}', mine, first.name, theirs)}, with the same seed"
-            return
+    for metric in ("images", "patches"):
+        for update, (mine, theirs) in enumerate(zip(read.series(metric), first.series(metric), strict=False)):
+            if mine != theirs:
+                yield f"workload: {_pair(f'{metric} of update {update}', mine, first.name, theirs)}, with the same seed"
+                break
 
 
 def comparable(read: Read, by_design: Collection[str] = ()) -> dict[str, Any]:

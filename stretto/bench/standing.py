@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from stretto.bench.campaign import Attempt
-from stretto.bench.design import Cell, Design
+from stretto.bench.campaign import Attempt, attempts
+from stretto.bench.design import Cell, Design, design
 from stretto.bench.measures import throughput, workload
 from stretto.bench.plan import Plan
 from stretto.bench.read_cells import Read, read_cell
@@ -64,6 +64,24 @@ def stand(plan: Plan, planned: Design, found: Sequence[Attempt]) -> dict[str, St
     return standing
 
 
+def quick(folder: Path, plan: Plan, attempt: Attempt) -> tuple[str, ...]:
+    """What an analysis would reject an attempt for that has just ended, as far as that is known then: its own reasons,
+    and in what it differs from the first cell of the plan that has finished. Each begins with its kind and a colon.
+    """
+    cells = design(plan.conditions, plan.seeds, plan.repetitions, plan.order).cells
+    cell = next((cell for cell in cells if cell.name == attempt.name), None)
+    if cell is None or attempt.note is None:
+        return (f"cell: {attempt.name} is none of the plan" if cell is None else _unended(attempt),)
+    read = read_cell(attempt, plan)
+    reasons = own_reasons(read, attempt.note, cell, plan)
+    last = {other.name: other for other in attempts(folder)}
+    ended = {name for name, other in last.items() if other.note is not None and other.note.status == "finished"}
+    first = next((cell for cell in cells if cell.name in ended), cell)
+    if first != cell and read.config is not None:
+        reasons += unlike_reasons(read, read_cell(last[first.name], plan), plan, (cell.condition, first.condition))
+    return tuple(reasons)
+
+
 def _reference(names: Sequence[str], own: Mapping[str, Sequence[str]]) -> str:
     return next((name for name in names if not own[name]), names[0])
 
@@ -95,7 +113,9 @@ def cell_results(
             yield _result(folder, plan, read, cell, "rejected", tuple(filter(None, reasons)))
         else:
             reasons.append(f"attempt {stands.read.attempt.number} stands in its place")
-            yield _result(folder, plan, read, stands.cell, "excluded", tuple(filter(None, reasons)))
+            failed = attempt.note is not None and attempt.note.status == "failed"
+            superseded: Status = "rejected" if failed else "excluded"
+            yield _result(folder, plan, read, stands.cell, superseded, tuple(filter(None, reasons)))
 
 
 def _failed_note(attempt: Attempt) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from bench_breaks import edit_lines, edit_manifest, edit_metrics, edit_note, reh
 from bench_folder import BOOT, alike, attempt_of, make_campaign, make_cell, plan_of
 
 from stretto.bench.analyze import analyze
+from stretto.bench.campaign import attempts
 from stretto.bench.design import Cell
 from stretto.bench.results import Analysis, CellResult
+from stretto.bench.standing import quick
 from stretto.types import ConfigError
 
 BROKEN = "00-2-P+S"
@@ -89,6 +92,39 @@ def test_what_the_manifest_says(campaign, field, value, reason):
     assert any(found.startswith(reason) for found in reasons), reasons
 
 
+SURROUNDINGS = {"MALLOC_ARENA_MAX": "2", "PYTHONHASHSEED": "0"}
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (
+            {"environment": SURROUNDINGS | {"MALLOC_ARENA_MAX": "1"}},
+            'environment: variable MALLOC_ARENA_MAX = "1", 00-0-B has "2"',
+        ),
+        (
+            {"environment": SURROUNDINGS | {"LD_PRELOAD": "fast.so"}},
+            'environment: variable LD_PRELOAD = "fast.so", 00-0-B has unset',
+        ),
+        (
+            {"environment": {"PYTHONHASHSEED": "0"}},
+            'environment: variable MALLOC_ARENA_MAX = unset, 00-0-B has "2"',
+        ),
+        ({"environment": SURROUNDINGS, "niceness": 5}, "environment: niceness = 5, 00-0-B has 0"),
+    ],
+)
+def test_what_surrounded_a_process(campaign, values, reason):
+    for attempt in (campaign / "cells").glob("*/*"):
+        edit_note(attempt, environment=SURROUNDINGS)
+    edit_note(attempt_of(campaign, BROKEN), **values)
+    assert rejected(campaign) == (reason,)
+
+
+def test_surroundings_that_nobody_wrote_down_are_not_compared(campaign):
+    edit_note(attempt_of(campaign, BROKEN), environment=SURROUNDINGS, niceness=5)
+    assert {cell.status for cell in analyze(campaign).cells} == {"accepted"}
+
+
 def test_a_setting_of_the_plan_that_a_cell_did_not_run_with(campaign):
     edit_manifest(attempt_of(campaign, BROKEN), "config.staleness.max", 2)
     assert "config: staleness.max = 2, planned is 1" in rejected(campaign)
@@ -130,6 +166,7 @@ def test_a_metric_that_is_missing_is_not_finite_either(campaign):
     [
         ({"samples": 7.0}, "workload: samples of update 3 = 7.0, planned are 8"),
         ({"images": 3}, "workload: images of update 3 = 3.0, 00-0-B has 4.0, with the same seed"),
+        ({"patches": 31}, "workload: patches of update 3 = 31.0, 00-0-B has 32.0, with the same seed"),
         ({"staleness_max": 2}, "staleness: staleness_max = 2 at update 3, the bound is 1"),
         ({"update_skipped": 1.0}, "updates: update 3 was skipped, expected none"),
         ({"update": 9}, "updates: metrics.jsonl has 6 lines, planned are updates 0 to 5"),
@@ -218,6 +255,25 @@ def test_a_file_that_cannot_be_read(campaign, name):
     assert any(Path(name).name in reason for reason in rejected(campaign))
 
 
+def test_a_length_that_no_clock_has(campaign):
+    """In nanoseconds it is beyond what a float holds."""
+    edit_metrics(attempt_of(campaign, BROKEN), 5, step_s=1e308)
+    (reason,) = rejected(campaign)
+    assert reason.startswith("events.jsonl or hardware.jsonl: OverflowError")
+
+
+def test_a_warning_of_a_library_is_no_reason_against_a_cell(campaign, monkeypatch):
+    from stretto.observe.trace import read_events
+
+    def warned(path):
+        warnings.warn("this call is going away", DeprecationWarning, stacklevel=2)
+        return read_events(path)
+
+    monkeypatch.setattr("stretto.bench.read_cells.read_events", warned)
+    with pytest.warns(DeprecationWarning, match="going away"):
+        assert {cell.status for cell in analyze(campaign).cells} == {"accepted"}
+
+
 def test_a_folder_without_a_run(campaign):
     shutil.rmtree(attempt_of(campaign, BROKEN) / "run")
     reasons = rejected(campaign)
@@ -274,6 +330,37 @@ def test_nobody_chooses_the_better_of_two_attempts(campaign):
     found = analyze(campaign)
     assert cell_of(found, BROKEN).status == "excluded"
     assert cell_of(found, BROKEN, 2).throughput.per_s == pytest.approx(1000 / 3)
+
+
+# Just after a cell ended ---------------------------------------------------------------------------------------------
+
+
+def quickly(campaign: Path, name: str) -> tuple[str, ...]:
+    (attempt,) = [each for each in attempts(campaign) if each.name == name]
+    return quick(campaign, PLAN, attempt)
+
+
+def test_a_cell_is_judged_by_itself_and_beside_the_first_that_finished(campaign):
+    assert {quickly(campaign, name) for name in ("00-0-B", BROKEN, "00-4-B")} == {()}
+    edit_manifest(attempt_of(campaign, BROKEN), "versions.torch", "2.14")
+    edit_metrics(attempt_of(campaign, BROKEN), 1, loss=None)
+    assert quickly(campaign, BROKEN) == (
+        "not finite: loss is unset at update 1, expected a finite number",
+        'dependencies: versions.torch = "2.14", 00-0-B has "2.13.0+cpu"',
+    )
+    assert quickly(campaign, "00-0-B") == ()
+    edit_note(attempt_of(campaign, "00-0-B"), status="failed", exit_code=1)
+    edit_manifest(attempt_of(campaign, "00-1-P"), "versions.torch", "2.14")
+    assert quickly(campaign, BROKEN) == ("not finite: loss is unset at update 1, expected a finite number",)
+    assert quickly(campaign, "00-4-B")[0].endswith('00-1-P has "2.14"')
+
+
+def test_the_first_cell_is_judged_by_itself(campaign):
+    edit_manifest(attempt_of(campaign, "00-0-B"), "git.dirty", True)
+    assert quickly(campaign, "00-0-B") == ("commit: git.dirty = true (), expected false",)
+
+
+# Cells and blocks ----------------------------------------------------------------------------------------------------
 
 
 def test_a_cell_that_is_none_of_the_plan(campaign):
