@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.bench.arithmetic import Estimate, estimate, percent
+from stretto.bench.arithmetic import Estimate, Judgement, estimate, percent
 from stretto.bench.plan_file import changes
 from stretto.bench.results import NOT_MEASURED, Analysis
+from stretto.bench.scope import Scope
 from stretto.wording import shown
 
 SAME_BY_DESIGN = ("name",)
@@ -26,7 +27,8 @@ FACTS = ("git", "versions", "platform", "environment", "hardware", "model", "dat
 class Side:
     """Of one campaign. ``throughput``: condition -> tokens per second of each accepted cell.
 
-    effects   contrast -> its estimate and finding, by the rules of that campaign alone
+    effects   contrast -> its estimate and finding, by the rules of that campaign alone; where its scope allows no
+              claim, the finding says so
     """
 
     name: str
@@ -100,9 +102,15 @@ def _side(found: Analysis) -> Side:
         limit=found.scope.limit,
         throughput={condition: _throughputs(found, condition) for condition in found.plan.conditions},
         effects={
-            str(each.judgement.contrast): (each.judgement.estimate, each.judgement.finding) for each in found.verdicts
+            str(each.judgement.contrast): (each.judgement.estimate, _finding(each.judgement, found.scope))
+            for each in found.verdicts
         },
     )
+
+
+def _finding(judgement: Judgement, scope: Scope) -> str:
+    decided = judgement.finding in ("supported", "negative")
+    return f"{judgement.finding} (no claim)" if decided and not scope.claim else judgement.finding
 
 
 def _throughputs(found: Analysis, condition: str) -> tuple[float, ...]:

@@ -41,6 +41,13 @@ def test_effects_stand_side_by_side_and_throughputs_are_paired_in_the_same_boot(
     assert "1,414 (1,000 to 2,000)" in said  # of B: the geometric mean of 1000, 1000, 2000, 2000
 
 
+def test_a_finding_without_a_scope_is_no_claim(tmp_path, plan):
+    """P is 20 % faster in both blocks, within 0.1 %; 4 updates are no steady state."""
+    found = compare(*[analyze(made(tmp_path / "a", plan, (1.2, 1.201)))] * 2)
+    assert found.first.effects["P over B"][1] == "supported (no claim)"
+    assert "supported (no claim)" in text(found)
+
+
 def test_nothing_is_said_across_machines(tmp_path, plan):
     first = analyze(made(tmp_path / "a", plan, (1.1, 1.3)))
     second = analyze(made(tmp_path / "b", plan, (1.1, 1.3), boots=lambda block: ("machine-b", "boot-b")))
