@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from stretto.bench import campaign, cautions
 from stretto.bench.arithmetic import (
     LEVEL,
     BlockValues,
@@ -18,7 +19,7 @@ from stretto.bench.arithmetic import (
 )
 from stretto.bench.attribution import factorials, increments
 from stretto.bench.campaign import attempts
-from stretto.bench.design import design
+from stretto.bench.design import Design, design
 from stretto.bench.detectable import by_interval, by_rules
 from stretto.bench.equality import equality
 from stretto.bench.guardrails import Guardrail, PairedFacts, check_guardrails
@@ -34,7 +35,7 @@ from stretto.bench.measures import (
 from stretto.bench.phases import timeline
 from stretto.bench.plan import BASE, Plan
 from stretto.bench.plan_file import read_kept_plan
-from stretto.bench.provenance import places, provenance, warnings
+from stretto.bench.provenance import provenance
 from stretto.bench.read_alone import read_alone
 from stretto.bench.read_cells import Read
 from stretto.bench.resample import within_runs
@@ -42,6 +43,7 @@ from stretto.bench.results import Alone, Analysis, Efficiency, Timeline, Verdict
 from stretto.bench.scope import Process, decide
 from stretto.bench.standing import Standing, cell_results, stand
 from stretto.observe.trace import read_events
+from stretto.types import StrettoError
 
 
 def analyze(folder: Path) -> Analysis:
@@ -49,8 +51,15 @@ def analyze(folder: Path) -> Analysis:
 
     Raises:
         ConfigError: the folder has no plan, or one that was changed.
-        StrettoError: a note that cannot be read.
+        StrettoError: a note that cannot be read, or another file; says which.
     """
+    try:
+        return _analyze(folder)
+    except OSError as error:
+        raise StrettoError(f"{error.filename or folder} cannot be read: {error.strerror or error}") from None
+
+
+def _analyze(folder: Path) -> Analysis:
     plan = read_kept_plan(folder)
     planned = design(plan.conditions, plan.seeds, plan.repetitions, plan.order)
     found = attempts(folder)
@@ -61,7 +70,9 @@ def analyze(folder: Path) -> Analysis:
     failed = {condition: tuple(_failed(rows)) for condition, rows in guardrails.items()}
     idle = {condition: idle_switches(accepted.of(condition)) for condition in plan.conditions}
     judgements = judge(values, plan.primary_contrast, plan.other_contrasts, failed, idle)
-    alone, alone_told = read_alone(folder, plan, places(standing.values()))
+    beside = next((each.read for each in standing.values() if each.accepted and each.cell.block == 0), None)
+    alone, alone_told = read_alone(folder, plan, beside)
+    removed = campaign.removed(folder, (*found, *attempts(folder, "alone")))
     step_s = mean_steps(accepted, plan.conditions, plan.measured)
     contrasts = (plan.primary_contrast, *plan.other_contrasts)
     cells = tuple(sorted(cell_results(folder, plan, found, standing), key=lambda cell: (cell.name, cell.attempt)))
@@ -75,7 +86,7 @@ def analyze(folder: Path) -> Analysis:
             conditions=plan.conditions,
             declared=declared(plan, standing),
         ),
-        square_complete=planned.complete and all(cell.name in accepted.reads for cell in planned.cells),
+        square_complete=square_complete(planned, accepted, standing),
         blocks_planned=len(planned.blocks),
         cells=cells,
         alone=alone,
@@ -91,8 +102,21 @@ def analyze(folder: Path) -> Analysis:
         timelines=tuple(timelines(accepted, plan)),
         equality=equality(accepted.by_block()),
         provenance=provenance(plan, planned, standing),
-        warnings=(*warnings(plan, planned, accepted, standing, cells), *alone_told),
+        warnings=(
+            *cautions.of_cells(plan, planned, accepted, standing, cells),
+            *cautions.of_attempts(plan, found, removed),
+            *cautions.of_plan(plan, accepted),
+            *cautions.of_guardrails(guardrails),
+            *alone_told,
+        ),
+        removed=removed or (),
     )
+
+
+def square_complete(planned: Design, accepted: Accepted, standing: Mapping[str, Standing]) -> bool:
+    """Whether every condition stood in every place, as the cells ran."""
+    ran = all(cell.name in accepted.reads for cell in planned.cells)
+    return planned.complete and ran and not cautions.late(planned, standing)
 
 
 def declared(plan: Plan, standing: Mapping[str, Standing]) -> bool:
@@ -183,8 +207,8 @@ def _failed(rows: Sequence[Guardrail]) -> Iterator[str]:
 def efficiencies(
     plan: Plan, accepted: Accepted, alone: Sequence[Alone], step_s: Mapping[str, float]
 ) -> Iterator[Efficiency]:
-    bounds = [read.config.staleness.max for read in accepted.reads.values() if read.config is not None]
     for condition, seconds in step_s.items():
+        bounds = [read.config.staleness.max for read in accepted.of(condition) if read.config is not None]
         yield efficiency(condition, plan, alone, seconds, bounds[0])
 
 

@@ -4,39 +4,33 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from stretto.bench.campaign import Attempt, attempts, file_hash
 from stretto.bench.plan import Plan
+from stretto.bench.read_cells import Read, read_cell
+from stretto.bench.rejections import elsewhere_reasons
 from stretto.bench.results import Alone
 
 FILE = "run/alone.json"
-Place = tuple[Any, Any]
-"""Machine and boot."""
 
 
-def read_alone(folder: Path, plan: Plan, places: Collection[Place]) -> tuple[tuple[Alone, ...], tuple[str, ...]]:
-    """The last attempt at each stage, and a line on each that does not count, or ran elsewhere than all cells.
+def read_alone(folder: Path, plan: Plan, beside: Read | None) -> tuple[tuple[Alone, ...], tuple[str, ...]]:
+    """The last attempt at each stage, and a line on each that does not count.
 
-    places  machines and boots of the accepted cells
+    beside  the first accepted cell of block 0, in whose machine, boot and checkout they run; None: there is none
     """
     last = {attempt.name: attempt for attempt in sorted(attempts(folder, "alone"), key=lambda each: each.number)}
     found, told = [], []
     for name, attempt in sorted(last.items()):
         try:
-            found.append(_read(attempt, plan))
+            found.append(_read(attempt, plan, beside))
         except (OSError, ValueError, LookupError, TypeError) as error:
             told.append(f"{name} alone does not count: {error}")
-            continue
-        note = attempt.note
-        if note is not None and places and (note.machine_id, note.boot_id) not in places:
-            told.append(f"{name} alone ran on another machine, or in another boot, than every block")
     return tuple(found), tuple(told)
 
 
-def _read(attempt: Attempt, plan: Plan) -> Alone:
+def _read(attempt: Attempt, plan: Plan, beside: Read | None) -> Alone:
     """Raises ValueError, LookupError, TypeError or OSError where it does not count, or cannot be read."""
     note = attempt.note
     if note is None:
@@ -52,8 +46,12 @@ def _read(attempt: Attempt, plan: Plan) -> Alone:
     for name, expected in note.files.items():
         if (now := file_hash(attempt.path / name)) != expected:
             raise ValueError(f"{name} has SHA-256 {now}, and had {expected} when it ended")
-    seconds = [float(value) for value in json.loads((attempt.path / FILE).read_text())["seconds"]]
+    if beside is None:
+        raise ValueError("no cell of block 0 was accepted, beside which it ran")
+    if reasons := elsewhere_reasons(read_cell(attempt, plan), beside):
+        raise ValueError("; ".join(reasons))
+    seconds = tuple(float(value) for value in json.loads((attempt.path / FILE).read_text())["seconds"])
     if not seconds or not all(math.isfinite(value) and value > 0 for value in seconds):
         raise ValueError(f"{FILE} has no seconds, or some that are not above 0")
     mean = math.fsum(seconds) / len(seconds)
-    return Alone(stage=note.stage, condition=note.condition, seconds=mean, updates=len(seconds))
+    return Alone(stage=note.stage, condition=note.condition, seconds=mean, updates=len(seconds), per_update=seconds)

@@ -50,8 +50,8 @@ class Hardware:
 class CellResult:
     """One attempt, and what became of it.
 
-    status      accepted; rejected, by a rule, with every field that broke one (an exit code is such a field); excluded:
-                it was interrupted, or a later attempt stands in its place
+    status      accepted; rejected, by a rule, with every field that broke one (an exit code is such a field), whether
+                or not a later attempt stands in its place; excluded: it was interrupted, or it is not the last attempt
     reasons     why it is not accepted
     steps       metric -> one value an update, warm-up included, None where a line has none; of a cell that was not
                 accepted what could be read of it
@@ -84,12 +84,16 @@ class CellResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """One stage with the others idle, in seconds an update: what a pipeline can at best hide behind the others."""
+    """One stage with the others idle, in seconds an update: what a pipeline can at best hide behind the others.
+
+    per_update  the seconds of each update, of which ``seconds`` is the mean
+    """
 
     stage: Stage
     condition: str
     seconds: float
     updates: int
+    per_update: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +168,7 @@ class Analysis:
     step_s      condition -> mean seconds of a measured update, the geometric mean over its cells
     equality    lines on what was the same in all cells that are compared: tokens, samples, losses, parameters
     warnings    what a reader should know: an incomplete square, load of others, blocks on several machines
+    removed     attempts that the campaign's journal knows, and that are gone or not as they were
     """
 
     plan: Plan
@@ -186,6 +191,7 @@ class Analysis:
     equality: tuple[str, ...]
     provenance: Mapping[str, Any]
     warnings: tuple[str, ...]
+    removed: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; per-step series are left to the CSV."""
