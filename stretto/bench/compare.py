@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.bench.arithmetic import Estimate, Judgement, estimate, percent
+from stretto.bench.arithmetic import Estimate, estimate, percent
+from stretto.bench.phrases import judged
 from stretto.bench.plan_file import changes
 from stretto.bench.results import NOT_MEASURED, Analysis
-from stretto.bench.scope import Scope
 from stretto.wording import shown
 
 SAME_BY_DESIGN = ("name",)
@@ -102,15 +102,13 @@ def _side(found: Analysis) -> Side:
         limit=found.scope.limit,
         throughput={condition: _throughputs(found, condition) for condition in found.plan.conditions},
         effects={
-            str(each.judgement.contrast): (each.judgement.estimate, _finding(each.judgement, found.scope))
+            str(each.judgement.contrast): (
+                each.judgement.estimate,
+                judged(each.judgement.finding, found.scope.claim),
+            )
             for each in found.verdicts
         },
     )
-
-
-def _finding(judgement: Judgement, scope: Scope) -> str:
-    decided = judgement.finding in ("supported", "negative")
-    return f"{judgement.finding} (no claim)" if decided and not scope.claim else judgement.finding
 
 
 def _throughputs(found: Analysis, condition: str) -> tuple[float, ...]:
