@@ -69,7 +69,7 @@ def late(planned: Design, standing: Mapping[str, Standing]) -> dict[str, list[st
 
 
 def of_attempts(plan: Plan, found: Sequence[Attempt], removed: tuple[str, ...] | None) -> Iterator[str]:
-    """On attempts that failed, and on those that are there no more (``removed``, None: nobody wrote them down)."""
+    """On attempts that failed, and on those that are not as the journal has them (``removed``; None: there is none)."""
     for condition in plan.conditions:
         statuses = [attempt.note.status for attempt in found if attempt.note and attempt.note.condition == condition]
         if failed := statuses.count("failed"):
@@ -77,7 +77,7 @@ def of_attempts(plan: Plan, found: Sequence[Attempt], removed: tuple[str, ...] |
     if removed is None:
         yield "the campaign has no journal: nothing says whether an attempt was removed from it"
     elif removed:
-        yield f"{len(removed)} of the attempts that the journal knows are gone, or changed: {'; '.join(removed)}"
+        yield f"the folders are not as the campaign's journal has them: {'; '.join(removed)}"
 
 
 def of_plan(plan: Plan, accepted: Accepted) -> Iterator[str]:

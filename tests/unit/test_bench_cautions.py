@@ -92,7 +92,7 @@ def test_an_attempt_that_was_removed_is_told(campaign):
     found = analyze(campaign)
     (gone,) = found.removed
     assert gone.startswith("cells/00-1-P, attempt 1")
-    assert f"1 of the attempts that the journal knows are gone, or changed: {gone}" in found.warnings
+    assert f"the folders are not as the campaign's journal has them: {gone}" in found.warnings
     assert found.as_json()["removed"] == [gone]
 
 
