@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import stretto
-from stretto.bench.campaign import Note, Status, file_hash, write_note
+from stretto.bench.campaign import BUSY_CORES, Kind, Note, Status, file_hash, number_of, write_note
 from stretto.bench.jobs import Job
+from stretto.bench.journal import Key, note_begun, note_closed, read_journal
 from stretto.bench.sampler import Sampler, others_cores
 from stretto.child import count_lines, last_lines, run_logged
 from stretto.controls import CONTROLS
@@ -23,8 +24,14 @@ from stretto.types import StrettoError
 
 LISTENS_S = 2.0
 """Before a job, to hear whether others work on this machine."""
-BUSY_CORES = 0.3
 NEWS_EVERY_S = 30.0
+RECORDED = (
+    *("OMP_", "KMP_", "MKL_", "GOMP_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH", "PYTORCH_", "CUDA_"),
+    *("CUBLAS_", "NCCL_", "RAY_", "HF_"),
+)
+"""Beginnings of the names of variables that change how libraries compute."""
+SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+"""Parts of the names of variables whose values nobody should read in a record."""
 HASHED = (
     "log.txt",
     "hardware.jsonl",
@@ -59,9 +66,10 @@ def perform(job: Job, folder: Path, place: Place, say: Say) -> Note:
     busy = others_cores(LISTENS_S)
     if busy > BUSY_CORES:
         say(f"    warning: {busy:.2f} cores are busy; figures taken beside the work of others say little")
-    path = next_attempt(folder / job.kind / job.name)
-    words = job.words(spelled(path / "run", place.root))
     started, begun_s = _now(), time.monotonic()
+    path = next_attempt(folder, job.kind, job.name, started)
+    key: Key = (job.kind, job.name, number_of(path))
+    words = job.words(spelled(path / "run", place.root))
 
     def closed(status: Status, exit_code: int | None, reason: str) -> Note:
         note = Note(
@@ -71,7 +79,7 @@ def perform(job: Job, folder: Path, place: Place, say: Say) -> Note:
             seed=job.seed,
             block=job.block,
             position=job.position,
-            attempt=int(path.name.removeprefix("attempt-")),
+            attempt=key[2],
             command=("stretto", *words),
             started=started,
             ended=_now(),
@@ -83,8 +91,11 @@ def perform(job: Job, folder: Path, place: Place, say: Say) -> Note:
             boot_id=boot_id(),
             others_before=round(busy, 3),
             files={name: file_hash(path / name) for name in HASHED if (path / name).is_file()},
+            environment=recorded(place.environment),
+            niceness=os.getpriority(os.PRIO_PROCESS, 0),
         )
         close(path, note)
+        note_closed(folder, key, file_hash(path / "cell.json"))
         return note
 
     try:
@@ -109,12 +120,24 @@ def perform(job: Job, folder: Path, place: Place, say: Say) -> Note:
     return closed("finished", exit_code, "")
 
 
-def next_attempt(folder: Path) -> Path:
-    """A new folder in it, numbered from 1."""
-    numbers = [int(path.name.removeprefix("attempt-")) for path in folder.glob("attempt-*")]
-    path = folder / f"attempt-{max(numbers, default=0) + 1}"
+def next_attempt(campaign: Path, kind: Kind, name: str, started: str) -> Path:
+    """A new folder, in the journal at once: numbered from 1, and never as one that was there before."""
+    journal, folder = read_journal(campaign), campaign / kind / name
+    last = max((number_of(path) for path in folder.glob("attempt-*")), default=0)
+    number = max(last, journal.last(kind, name) if journal else 0) + 1
+    path = folder / f"attempt-{number}"
     path.mkdir(parents=True)
+    note_begun(campaign, (kind, name, number), started)
     return path
+
+
+def recorded(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of it a note keeps; of secrets that they were set."""
+    return {
+        name: "(set)" if any(part in name for part in SECRET) else value
+        for name, value in sorted(environment.items())
+        if name.startswith(RECORDED)
+    }
 
 
 def close(path: Path, note: Note) -> None:
