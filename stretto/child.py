@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from stretto.stops import STOPS
+
 PROGRAM = (sys.executable, "-m", "stretto.cli")
 """``stretto``, by the interpreter and the package of this process."""
 ENDS_WITHIN_S = 60.0
@@ -28,31 +30,42 @@ def run_logged(
 ) -> int:
     """The exit code of ``command``, whose output goes to ``log``; ``each`` is called now and then while it runs.
 
-    Whatever is raised meanwhile, an interrupt of this process too, ends the child first.
+    Whatever is raised meanwhile, an interrupt of this process too, ends the child first. After an interrupt further
+    signals do nothing: this process is about to end.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            cwd=directory,
-            env=None if environment is None else dict(environment),
-        )
+    process: subprocess.Popen[bytes] | None = None
+    asked = STOPS.signal
     try:
+        with log.open("w") as file, STOPS.put_off():  # no child is ever without this process knowing of it
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=directory,
+                env=None if environment is None else dict(environment),
+            )
+        if STOPS.signal is not asked:
+            STOPS.check()
         started(process.pid)
         while process.poll() is None:
             time.sleep(POLL_S)
             each()
-    except BaseException:
-        end(process)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            STOPS.phase = "ending"  # who presses Ctrl-C again would leave the child without anyone who ends it
+        if process is not None:
+            with STOPS.put_off():
+                end(process)
+        if STOPS.signal is not asked:
+            STOPS.check()
         raise
     return process.returncode
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """A terminal's Ctrl-C has reached it already; anything else has not."""
+    """It is killed where it does not end. A terminal's Ctrl-C has reached it already; anything else has not."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(ENDS_WITHIN_S)

@@ -107,8 +107,9 @@ class Sampler:
             raise StrettoError(f"{self.path}: the machine could not be sampled: {self._error}") from self._error
 
     def _run(self, pid: int) -> None:
-        gpus = open_gpus()
+        gpus: Gpus = NoGpus("")
         try:
+            gpus = open_gpus()
             with self.path.open("w") as file:
                 self._sample(pid, gpus, file.write)
         except Exception as error:  # raised where the body ends
