@@ -210,3 +210,13 @@ def test_why_no_gpu_is_sampled_is_said(monkeypatch):
     assert open_gpus([]).told == NO_GPU
     monkeypatch.setitem(sys.modules, "pynvml", nvml(count=0))
     assert open_gpus(DEVICE).told == NO_GPU
+
+
+def test_what_opening_gpus_raises_is_an_error_of_the_cell(monkeypatch, tmp_path):
+    def broken(device_files: object = None) -> None:
+        raise OSError("a library is half there")
+
+    monkeypatch.setattr("stretto.bench.sampler.open_gpus", broken)
+    told = "could not be sampled: a library is half there"
+    with pytest.raises(StrettoError, match=told), Sampler(tmp_path / "hardware.jsonl") as sampler:
+        sampler.watch(os.getpid())
