@@ -41,6 +41,8 @@ def outline(plan: Plan) -> str:
         *textwrap.wrap(f"{'scope':20}{scope.name}: {scope.limit}", 100, subsequent_indent=" " * 20),
         f"detects             {_detects(blocks)}",
     ]
+    looser = plan.guardrails.looser()
+    lines += [f"{'guardrails' if not number else '':20}{text}" for number, text in enumerate(looser)]
     return "\n".join(lines)
 
 

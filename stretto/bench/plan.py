@@ -19,7 +19,9 @@ BASE, LETTERS = switches.BASE, switches.LETTERS
 
 @dataclass(frozen=True)
 class Window:
-    """Updates ``first`` to ``last`` of a run, both measured, counted from 0."""
+    """Partitions ``first`` to ``last`` of a run, both measured, counted from 0: lines of its metrics.jsonl. Where each
+    makes one optimizer update, as by default, these are updates.
+    """
 
     first: int
     last: int
@@ -51,6 +53,12 @@ class Guardrails(Block):
     peak_memory_percent: NonNegativeFloat = 3.0
     workload_percent: NonNegativeFloat = 1.0
 
+    def looser(self) -> tuple[str, ...]:
+        """A line for each bound that allows more than the default one."""
+        usual = type(self)()
+        pairs = [(name, getattr(self, name), getattr(usual, name)) for name in type(self).model_fields]
+        return tuple(f"{name} = {mine:g}, looser than {default:g}" for name, mine, default in pairs if mine > default)
+
 
 class Plan(Block):
     """Everything that decides what is run and how it is judged. Keys of the file have these names.
@@ -59,13 +67,14 @@ class Plan(Block):
     conditions       ``B``, ``P+R`` …, or a variant; B first. A file may give ``factorial`` beside or instead: each
                      entry lists letters of which at most one is on, so [["P"], ["R", "S"]] makes B, R, S, P, P+R, P+S
     variants         condition -> options that it adds to the switches before its bracket:
-                     ``"B(c=1)"`` -> {"actor.chunks_per_mini": 1}
+                     ``"B(c=1)"`` -> {"actor.chunks_per_mini": 1}; how the same work is done, never what work
     order            blocks: B, the other conditions, B for each seed; pairs: two conditions once for each seed, which
                      with four seeds is the historical ABBAABBA
     repetitions      of every seed
     updates          of every cell
     warmup           updates at the start of every cell that no window may touch
-    windows          ``first-last``, both included, from 0, disjoint; all of them together are what is measured
+    windows          ``first-last``, both included, from 0, disjoint; all of them together are what is measured. They
+                     count partitions, as metrics.jsonl does: updates // updates of a partition
     primary          the one contrast that stands alone: [treated, base]
     contrasts        further ones, beside every other condition over B
     targets_percent  condition -> gain over B that is aimed at

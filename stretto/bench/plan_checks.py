@@ -18,6 +18,13 @@ from stretto.wording import form, nearest, shown
 
 OWNED = ("run.dir", "run.seed", "run.updates", *(f"switches.{switch.name}" for switch in switches.ALL))
 """Options that differ from cell to cell by design."""
+WORK_BLOCKS = ("model", "data", "cluster", "staleness")
+WORK = (
+    "run.determinism",
+    *(f"rollout.{name}" for name in ("prompts_per_partition", "n_samples_per_prompt", "max_response_tokens")),
+    *(f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "stop", "refill_rounds")),
+)
+"""Options, beside all of these blocks, that say what is computed, or on what: no two conditions differ in them."""
 
 
 def unknown_keys(given: Mapping[str, Any]) -> list[str]:
@@ -60,6 +67,12 @@ def problems_of(plan: Plan) -> Iterator[str]:
     yield from _option_problems("settings", plan.settings)
     for name, sets in plan.variants.items():
         yield from _option_problems(f"variants.{shown(name)}", sets)
+        for option in sets:
+            if option in WORK or option.partition(".")[0] in WORK_BLOCKS:
+                yield (
+                    f"variants.{shown(name)}: {option}: a variant changes how the same work is done, not the work; "
+                    "leave it out, or set it for all cells under settings"
+                )
         for option in sorted(sets.keys() & plan.settings.keys()):
             yield f"{option} is set by settings and by variant {shown(name)}: leave it to one of them"
 
@@ -75,8 +88,11 @@ def _condition_problems(plan: Plan) -> Iterator[str]:
         elif bracket and condition not in plan.variants:
             yield f"conditions names {shown(condition)}: say in [variants.{shown(condition)}] what it adds to {named}"
     for name in plan.variants:
-        if not re.fullmatch(r"[^()]+\([^()]+\)", name):
-            yield f"variants.{shown(name)}: expected a condition and a label in brackets, such as B(c=1)"
+        if not re.fullmatch(r"[^()]+\((?!\.)[A-Za-z0-9=.,_+-]+\)", name):
+            yield (
+                f"variants.{shown(name)}: expected a condition and a label in brackets, such as B(c=1): letters, "
+                "digits and any of = . , _ + - but no . in front, for it names folders"
+            )
         elif name not in plan.conditions:
             yield f"variants.{shown(name)} is in no cell: name it in conditions, which are {shown(plan.conditions)}"
     if len(plan.conditions) < 2:

@@ -93,7 +93,8 @@ def read_kept_plan(folder: Path) -> Plan:
     """The plan of a campaign's folder.
 
     Raises:
-        ConfigError: there is none, or several, or its file is not the one that its name promises.
+        ConfigError: there is none, or several; its file is not the one that its name promises; it is of a version of
+            the package that reads plans otherwise.
     """
     paths = sorted(folder.glob("*.plan.toml"))
     if len(paths) != 1:
@@ -102,7 +103,15 @@ def read_kept_plan(folder: Path) -> Plan:
     name, data = paths[0].name.partition(".")[0], paths[0].read_bytes()
     if (found := hashlib.sha256(data).hexdigest()) != name:
         raise ConfigError([f"{paths[0]} was changed after it was written: its SHA-256 is now {found}; restore it"])
-    return parse_plan(_read(paths[0]))
+    plan = parse_plan(_read(paths[0]))
+    if plan.sha256 != name:
+        raise ConfigError(
+            [
+                f"{paths[0]} was written by another version of the package, and to this one it is plan {plan.sha256}: "
+                "use the version that ran it, whose commit is in the manifests of its cells"
+            ]
+        )
+    return plan
 
 
 def changes(old: Plan, new: Plan) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from stretto.bench.outline import outline
+from stretto.bench.plan import Guardrails
 from stretto.bench.plan_file import load_plan
 
 ROOT = Path(__file__).parents[2]
@@ -47,3 +48,12 @@ def test_the_historical_design_is_abbaabba_and_promises_a_first_step():
 def test_what_it_detects_is_what_a_noncentral_t_says():
     """2.13 between-block deviations at 4 blocks: exp(2.13 * 0.02) - 1 = 4.3 %."""
     assert "4.3 % where blocks differ by 2 %" in told("cpu-ablation")
+
+
+def test_bounds_that_are_looser_than_usual_are_named():
+    assert "guardrails" not in told("cpu-ablation")
+    plan = load_plan(ROOT / "recipes" / "bench" / "cpu-ablation.toml", ROOT)
+    bounds = {"step_p95_ratio": 1.5, "peak_memory_gib": 0.5, "workload_percent": 2}
+    text = outline(plan.model_copy(update={"guardrails": Guardrails(**bounds)}))
+    assert "guardrails          step_p95_ratio = 1.5, looser than 1.05\n" in text
+    assert "workload_percent = 2, looser than 1" in text and "peak_memory" not in text

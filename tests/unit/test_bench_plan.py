@@ -170,11 +170,34 @@ def test_any_value_survives_its_canonical_text(value):
         ("pool_size = 1", 'order = "random"', '"blocks" or "pairs"'),
         ("pool_size = 1", 'factorial = ["P"]', "factorial = "),
         ('conditions = ["P", "P+R", "P+S", "B(c=1)"]', "", "nothing is compared with B"),
+        ("B(c=1)", "B(.c)", "names folders"),
+        ("B(c=1)", "B(../c)", "names folders"),
+        ("B(c=1)", "B(c 1)", "names folders"),
     ],
 )
 def test_what_is_wrong_with_a_plan_is_said_with_the_remedy(before, after, said):
     assert before in SHORT
     assert any(said in problem for problem in refused(SHORT.replace(before, after, 1)))
+
+
+@pytest.mark.parametrize("label", ["c=1", "c=1.", "big_v1.5", "a+b,c-d"])
+def test_a_label_is_a_name_of_folders(label):
+    assert plan(SHORT.replace("B(c=1)", f"B({label})")).conditions[-1] == f"B({label})"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("model.dtype = 'bfloat16'", "data.digits = 3", "cluster.actor_cores = [0]", "staleness.max = 2"),
+        *("staleness.mode = 'bounded'", "run.determinism = 'fast'", "rollout.max_response_tokens = 4"),
+        *("rollout.prompts_per_partition = 8", "rollout.n_samples_per_prompt = 2", "rollout.temperature = 0.5"),
+    ],
+)
+def test_a_variant_does_other_work_only_where_all_cells_do(option):
+    name, _, value = option.partition(" = ")
+    (problem,) = refused(SHORT.replace('"actor.chunks_per_mini" = 1', f'"{name}" = {value}'))
+    assert problem.startswith(f'variants."B(c=1)": {name}: a variant changes how the same work is done, not the work')
+    assert name in plan(SHORT.replace("actor.lr = 1e-3", option)).settings
 
 
 def test_everything_that_is_wrong_is_said_at_once():
@@ -220,6 +243,17 @@ def test_a_kept_file_that_was_edited_is_refused(root):
     path = keep_plan(load_plan(root / "short.toml", root), root / "campaign")
     path.write_text(path.read_text().replace("5-44", "6-44"))
     with pytest.raises(ConfigError, match="was changed after it was written"):
+        read_kept_plan(root / "campaign")
+
+
+def test_a_kept_file_of_a_version_that_writes_another_text_is_refused_as_such(root):
+    keep_plan(load_plan(root / "short.toml", root), root / "campaign")
+    (path,) = (root / "campaign").iterdir()
+    text = path.read_text().replace("pool_size = 1\n", "")  # a field that version did not have
+    path.unlink()
+    name = hashlib.sha256(text.encode()).hexdigest()
+    (root / "campaign" / f"{name}.plan.toml").write_text(text)
+    with pytest.raises(ConfigError, match="was written by another version of the package"):
         read_kept_plan(root / "campaign")
 
 
