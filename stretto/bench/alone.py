@@ -105,15 +105,6 @@ def measure_alone(
     return measured
 
 
-def read_alone(path: Path) -> Measured:
-    """Raises StrettoError where it cannot be read."""
-    try:
-        data = json.loads(path.read_text())
-        return Measured(**data | {"seconds": tuple(data["seconds"]), "tokens": tuple(data["tokens"])})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StrettoError(f"{path} does not say how long a stage takes alone: {error}") from None
-
-
 Found = list[tuple[float, int]]
 """Seconds and tokens of each partition."""
 

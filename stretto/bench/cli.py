@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from stretto.arguments import Recipe, Sets
+from stretto.types import StrettoError
 
 app = typer.Typer(
     help="Measure what a switch is worth, with a scope that cannot be overstated: plan, run, analyze, report.",
@@ -27,6 +30,16 @@ def common() -> None:
 Campaign = Annotated[Path, typer.Argument(metavar="CAMPAIGN", help="Folder that `stretto bench run` has written.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan of the campaign (TOML), see docs/benchmark.md.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the campaign; default: runs/bench/NAME, by the plan's name.")]
+
+
+@contextmanager
+def files_told() -> Iterator[None]:
+    """Of a full disk, or a folder that may not be read, a user is told in one line."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise StrettoError(f"{where}{error.strerror or error}") from None
 
 
 @app.command()
@@ -50,7 +63,7 @@ def run(plan: PlanFile, out: Out = None) -> None:
 
     loaded = load_plan(plan)
     folder = out or Path("runs/bench") / loaded.name
-    with interruptible():
+    with interruptible(), files_told():
         outcome = run_campaign(loaded, folder, lambda line: print(line, flush=True))
     for line in outcome.failed:
         print(f"failed: {line}", file=sys.stderr)
@@ -66,7 +79,9 @@ def analyze(campaign: Campaign) -> None:
     from stretto.bench.analyze import analyze as run
     from stretto.bench.report_text import summary
 
-    print(summary(run(campaign)))
+    with files_told():
+        analysis = run(campaign)
+    print(summary(analysis))
 
 
 @app.command()
@@ -79,9 +94,10 @@ def report(
     from stretto.bench.report import write_report
     from stretto.bench.report_text import summary
 
-    analysis = run(campaign)
     folder = out or campaign / "report"
-    write_report(analysis, campaign, folder)
+    with files_told():
+        analysis = run(campaign)
+        write_report(analysis, campaign, folder)
     print(summary(analysis, folder / "report.html"))
 
 
@@ -95,7 +111,9 @@ def compare(
     from stretto.bench.compare import compare as compared
     from stretto.bench.compare import text
 
-    print(text(compared(run(campaign_a), run(campaign_b))), end="")
+    with files_told():
+        found = compared(run(campaign_a), run(campaign_b))
+    print(text(found), end="")
 
 
 @app.command(hidden=True)

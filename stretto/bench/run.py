@@ -27,6 +27,7 @@ from stretto.bench.jobs import Job, alone_jobs, cell_job, cell_sets, writes_chec
 from stretto.bench.lock import held
 from stretto.bench.plan import BASE, Plan, toml_text
 from stretto.bench.plan_file import keep_plan
+from stretto.bench.standing import quick
 from stretto.child import PROGRAM, left_s
 from stretto.config import Config, Seams
 from stretto.observe.hardware import boot_id, machine_id
@@ -38,7 +39,11 @@ from stretto.settings import resolve
 from stretto.stops import STOPS
 from stretto.training import Interrupted
 from stretto.types import ConfigError, StrettoError
+from stretto.wording import shown
 
+DRIFTS = ("commit", "dependencies", "environment", "hardware")
+"""Rules that no later cell keeps either where one breaks them: the surroundings have changed, not the run."""
+SHOWN_REASONS = 5
 Boot = tuple[str | None, str | None]
 """Machine and boot."""
 
@@ -72,7 +77,7 @@ def run_campaign(
         if any(folder.glob("*.plan.toml")):
             keep_plan(plan, folder)  # refuses another plan at once
         for attempt in (*attempts(folder), *attempts(folder, "alone")):
-            if attempt.note is None:  # its runner was killed, and what it ran may be going on
+            if attempt.note is None or attempt.note.status != "finished":  # what it ran may be going on
                 refuse_if_locked(attempt.run_dir)
         refuse_other_code(folder)
         config = able_elsewhere(plan, folder, root)
@@ -126,13 +131,26 @@ def able(plan: Plan, folder: Path, root: Path) -> Config:
         found = examine(recipe, sets(BASE), {}, seams=Seams(checkpoints=writes_checkpoints(plan, BASE)))
         problems = [problem.text for problem in found.problems]
         exit_code = found.exit_code
+        if not problems:
+            problems += [f"condition {BASE}: {text}" for text in _beyond(plan, found.config)]
         for condition in plan.conditions[1:] if not problems else ():
             resolved = resolve(recipe, sets(condition), {})
-            refused = resolved.problems or switches.refusals(resolved.config)
+            refused = resolved.problems or switches.refusals(resolved.config) or _beyond(plan, resolved.config)
             problems += [f"condition {condition}: {text}" for text in refused]
     if problems:
         raise ConfigError([*problems, "change the plan or its recipe; no cell has been run"], exit_code=exit_code or 2)
     return found.config
+
+
+def _beyond(plan: Plan, config: Config) -> list[str]:
+    """What of its windows a condition with this config never reaches."""
+    there = plan.updates // config.updates_per_partition
+    if plan.measured[-1].last < there:
+        return []
+    return [
+        f"windows = {shown(plan.windows)}: a window counts partitions, the lines of metrics.jsonl, and {plan.updates} "
+        f"updates are {there} of them, of {config.updates_per_partition} each: end it at {there - 1}, or raise updates"
+    ]
 
 
 def refuse_other_code(folder: Path) -> None:
@@ -187,11 +205,34 @@ class _Runner:
     def _todo(self) -> Iterator[Job]:
         """What is to run, in order; the walls of what is kept are noted."""
         cells, alone = _finished(attempts(self.folder)), _finished(attempts(self.folder, "alone"))
+        cells = {name: attempt for name, attempt in cells.items() if not self._strayed(attempt)}
         for block in self.design.blocks:
             names = [cell.name for cell in block.cells]
-            yield from self._chosen([self.cells[cell] for cell in block.cells], cells, self._again(block, cells, names))
+            again = self._again(block, cells, names)
+            yield from self._chosen([self.cells[cell] for cell in block.cells], cells, again)
             if block.index == 0:
-                yield from self._chosen(self.alone, alone, frozenset())
+                whole = not again and cells.keys() >= set(names)
+                yield from self._stages(alone, _boot(cells[names[0]]) if whole else self.boot)
+
+    def _strayed(self, attempt: Attempt) -> bool:
+        """Whether a finished cell runs again, since it ran in other surroundings than the first."""
+        drifts = _drifts(self._judged(attempt))
+        if drifts:
+            self.say(f"{attempt.name} runs again, for its last attempt would be rejected: {drifts[0]}")
+        return bool(drifts)
+
+    def _stages(self, finished: dict[str, Attempt], home: Boot) -> Iterator[Job]:
+        """Stages alone that are to run. ``home``: where block 0 runs, or ran, whose steps they set a limit to."""
+        again = frozenset(name for name, attempt in finished.items() if _boot(attempt) != home)
+        if home != self.boot:
+            kept = tuple(job for job in self.alone if job.name in finished and job.name not in again)
+            if left_out := [job.name for job in self.alone if job not in kept]:
+                self.say(
+                    "block 0 ran on another machine or in another boot, so that these stages alone would say nothing "
+                    f"of it, and are not run: {', '.join(left_out)}"
+                )
+            self.alone = kept
+        yield from self._chosen(self.alone, finished, again)
 
     def _chosen(self, jobs: Sequence[Job], finished: dict[str, Attempt], again: frozenset[str]) -> Iterator[Job]:
         for job in jobs:
@@ -227,6 +268,8 @@ class _Runner:
             self._keep(job, note)
             left = f"; about {duration(left_s(self.done, later))} left" if later else ""
             self.say(f"{name}: took {duration(note.wall_s)}{left}")
+            if job.kind == "cells":
+                self._refuse_drift(name, Attempt(path=where, name=job.name, number=note.attempt, note=note))
             return
         if not self.ever_finished:
             raise StrettoError(
@@ -235,6 +278,30 @@ class _Runner:
             )
         self.failed.append(f"{name}: {where / 'log.txt'}")
         self.say(f"{name} FAILED: {note.reason}\nthe campaign goes on without it; its folder is {where}")
+
+    def _refuse_drift(self, name: str, attempt: Attempt) -> None:
+        """Say at once why a cell would be rejected.
+
+        Raises:
+            StrettoError: for its surroundings, which are those of all cells to come.
+        """
+        reasons = self._judged(attempt)
+        for reason in reasons[:SHOWN_REASONS]:
+            self.say(f"    would be rejected: {reason}")
+        if len(reasons) > SHOWN_REASONS:
+            self.say(f"    and for {len(reasons) - SHOWN_REASONS} more reasons")
+        if drifts := _drifts(reasons):
+            raise StrettoError(
+                f"{name} would be rejected, and so would all cells to come: {'; '.join(drifts)}\nput it back to what "
+                "the first cell had, and the same command goes on; or name a new folder"
+            )
+
+    def _judged(self, attempt: Attempt) -> tuple[str, ...]:
+        """Why a finished cell would be rejected, beside the first of the campaign that finished."""
+        try:
+            return quick(self.folder, self.plan, attempt)
+        except (StrettoError, OSError) as error:
+            return (f"it cannot be read: {error}",)
 
     def _name(self, job: Job) -> str:
         jobs: Sequence[Job] = self.alone if job.kind == "alone" else list(self.cells.values())
@@ -251,8 +318,13 @@ class _Runner:
 
 
 def _finished(found: Sequence[Attempt]) -> dict[str, Attempt]:
-    """By name, the last attempt that finished."""
-    return {attempt.name: attempt for attempt in found if attempt.note and attempt.note.status == "finished"}
+    """By name, the last attempt where that one finished: it is the one that counts."""
+    last = {attempt.name: attempt for attempt in sorted(found, key=lambda each: each.number)}
+    return {name: attempt for name, attempt in last.items() if attempt.note and attempt.note.status == "finished"}
+
+
+def _drifts(reasons: Sequence[str]) -> list[str]:
+    return [reason for reason in reasons if reason.partition(":")[0] in DRIFTS]
 
 
 def _noted(attempt: Attempt) -> Note:

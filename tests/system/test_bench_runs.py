@@ -14,7 +14,7 @@ import running
 
 import stretto
 from stretto import switches
-from stretto.bench.alone import read_alone
+from stretto.bench.alone import Measured
 from stretto.bench.campaign import attempts
 from stretto.bench.sampler import read_hardware
 from stretto.config import Config
@@ -36,6 +36,11 @@ pool_size = 1
 """
 
 
+def measured(path: Path) -> Measured:
+    found = json.loads(path.read_text())
+    return Measured(**found | {"seconds": tuple(found["seconds"]), "tokens": tuple(found["tokens"])})
+
+
 def test_training_alone_works_while_nothing_is_generated(tmp_path):
     path = running.recipe(tmp_path, staleness={"max": 1})
     run_dir = tmp_path / "alone"
@@ -46,7 +51,7 @@ def test_training_alone_works_while_nothing_is_generated(tmp_path):
     output = running.finish(process)
     assert process.returncode == 0, output
     found, rows, events = (
-        read_alone(run_dir / "alone.json"),
+        measured(run_dir / "alone.json"),
         read_metrics(run_dir),
         read_events(run_dir / "events.jsonl"),
     )
@@ -97,10 +102,10 @@ def test_a_campaign_runs_every_cell_and_stage_and_goes_on_where_nothing_is_left(
     stages = {attempt.name: attempt for attempt in attempts(tmp_path / "campaign", "alone")}
     assert sorted(stages) == ["processor-B", "processor-P", "rollout-B", "training-B", "training-S"]
     for attempt in stages.values():
-        found = read_alone(attempt.run_dir / "alone.json")
+        found = measured(attempt.run_dir / "alone.json")
         assert found.updates == len(found.seconds) == 8 and min(found.seconds) >= 0 < sum(found.seconds)
         assert f"{found.stage}-{found.condition}" == attempt.name
     # The rollout side makes the same samples from processed prompts as training has seen under its first weights.
-    rollout, training = (read_alone(stages[name].run_dir / "alone.json") for name in ("rollout-B", "training-B"))
+    rollout, training = (measured(stages[name].run_dir / "alone.json") for name in ("rollout-B", "training-B"))
     assert rollout.tokens[0] == training.tokens[0]
     assert "8 of 8 runs have finished earlier" in run()

@@ -1,16 +1,14 @@
-"""A stage alone, apart from real runs: what training waits for, and what ``alone.json`` says."""
+"""A stage alone, apart from real runs: what training waits for, and what is processed before."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from types import SimpleNamespace
 
 import pytest
 
-from stretto.bench.alone import GenerateFirst, Measured, _Ready, read_alone
+from stretto.bench.alone import GenerateFirst, _Ready
 from stretto.config import Config
-from stretto.types import StrettoError
 
 
 @pytest.mark.parametrize(("bound", "waited_for"), [(0, [0, 1, 2, 3]), (1, [1, 2, 3, None]), (9, [3, None, None, None])])
@@ -44,14 +42,3 @@ def test_prompts_that_are_processed_are_not_processed_again():
     ready = _Ready({"a": "processed before"}, others)
     both = [asyncio.run(ready.process(SimpleNamespace(row_id=name))) for name in ("a", "b")]
     assert both == ["processed before", "processed late"] and asked == ["b"] and ready.clock == "clock"
-
-
-def test_what_was_measured_is_read_or_refused_by_name(tmp_path):
-    path = tmp_path / "alone.json"
-    data = {"stage": "rollout", "condition": "B", "updates": 2, "seconds": [0.5, 0.25], "tokens": [7, 8]}
-    path.write_text(json.dumps(data))
-    assert read_alone(path) == Measured(stage="rollout", condition="B", updates=2, seconds=(0.5, 0.25), tokens=(7, 8))
-    for text in ("{}", "no", json.dumps(data | {"more": 1})):
-        path.write_text(text)
-        with pytest.raises(StrettoError, match=r"alone\.json does not say how long"):
-            read_alone(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -12,56 +11,20 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny
+from bench_stand import ALONE, FIRST, PLAN, SECOND, WITH_ALONE, Stand, here, make_stand
 
 from stretto.bench.attempt import cell_environment
 from stretto.bench.campaign import attempts, file_hash
 from stretto.bench.jobs import alone_condition, alone_jobs, cell_sets
 from stretto.bench.lock import held
-from stretto.bench.plan import Plan
-from stretto.bench.plan_file import load_plan, parse_plan
-from stretto.bench.run import Outcome, able, able_elsewhere, run_campaign
+from stretto.bench.plan_file import parse_plan
+from stretto.bench.run import able_elsewhere
 from stretto.bench.sampler import read_hardware
 from stretto.resume import locked
 from stretto.settings import resolve
 from stretto.training import Interrupted
 from stretto.types import ConfigError, StrettoError
 
-PROGRAM = """
-import json, os, sys, time
-from pathlib import Path
-sets = dict(word.split("=", 1) for before, word in zip(sys.argv, sys.argv[1:]) if before == "--set")
-run = Path(sets["run.dir"])
-with open("ran", "a") as log:
-    print(run.parts[-3], file=log)
-run.mkdir(parents=True)
-how = json.loads(Path("behave").read_text()).get(run.parts[-3], "")
-print("something was said")
-if how == "hangs":
-    Path("hanging").touch()
-    time.sleep(60)
-if how == "fails":
-    raise SystemExit("this went wrong")
-if how == "changes":
-    Path("recipe.toml").write_text(Path("recipe.toml").read_text() + "# changed")
-manifest = {"format": 1, "sessions": [{"git": {"commit": "c0ffee", "dirty": False}}]}
-(run / "manifest.json").write_text(json.dumps(manifest))
-(run / "metrics.jsonl").write_text("{}\\n" * int(sets["run.updates"]))
-(run / "raw").mkdir()
-(run / "raw" / "x").write_text("x")
-"""
-PLAN = {
-    "name": "small",
-    "recipe": "recipe.toml",
-    "conditions": ["P", "P+S"],
-    "seeds": [5, 6],
-    "updates": 4,
-    "warmup": 1,
-    "windows": ["1-3"],
-    "primary": ["P+S", "B"],
-    "pool_size": 1,
-    "settings": {"staleness.max": 0},
-}
 RUNNER = """
 import sys
 from pathlib import Path
@@ -80,70 +43,11 @@ if __name__ == "__main__":
     except Interrupted as stop:
         raise SystemExit(stop.exit_code)
 """
-WITH_ALONE = PLAN | {"settings": {}}
-ALONE = ["processor-B", "processor-P", "rollout-B", "training-B", "training-S"]
-FIRST = ["00-0-B", "00-1-P", "00-2-P+S", "00-3-B"]
-SECOND = ["01-0-B", "01-1-P+S", "01-2-P", "01-3-B"]
-
-
-class Stand:
-    """A campaign whose jobs are a small script."""
-
-    def __init__(self, root: Path):
-        self.root, self.folder = root, root / "campaign"
-        model = json.dumps(tiny.BLOCK).replace(": ", " = ")
-        (root / "recipe.toml").write_text(
-            f"[model]\nconfig = {model}\n[rollout]\nprompts_per_partition = 8\nn_samples_per_prompt = 4\n"
-        )
-        (root / "program.py").write_text(PROGRAM)
-        (root / "plan.toml").write_text(
-            "\n".join(f"{key} = {json.dumps(value).replace(': ', ' = ')}" for key, value in PLAN.items())
-        )
-        self.behave()
-        self.said: list[str] = []
-
-    def behave(self) -> None:
-        (self.root / "behave").write_text("{}")
-
-    def fail(self, name: str, way: str = "fails") -> None:
-        (self.root / "behave").write_text(json.dumps({name: way}))
-
-    @property
-    def plan(self) -> Plan:
-        return load_plan(self.root / "plan.toml", self.root)
-
-    def run(self, plan: Plan | None = None) -> Outcome:
-        self.said.clear()
-        (self.root / "ran").write_text("")
-        return run_campaign(
-            plan or self.plan,
-            self.folder,
-            self.said.append,
-            program=(sys.executable, str(self.root / "program.py")),
-            root=self.root,
-        )
-
-    @property
-    def ran(self) -> list[str]:
-        return (self.root / "ran").read_text().split()
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.said)
 
 
 @pytest.fixture
 def stand(tmp_path, monkeypatch):
-    monkeypatch.setattr("stretto.bench.attempt.LISTENS_S", 0.0001)
-    monkeypatch.setattr("stretto.bench.run.able_elsewhere", able)
-    monkeypatch.setattr("stretto.bench.run.git_state", lambda: {"commit": "c0ffee", "dirty": False, "changed": []})
-    here(monkeypatch, "boot-1")
-    return Stand(tmp_path)
-
-
-def here(monkeypatch, boot: str) -> None:
-    for module in ("run", "attempt"):
-        monkeypatch.setattr(f"stretto.bench.{module}.boot_id", lambda: boot)
+    return make_stand(tmp_path, monkeypatch)
 
 
 def test_every_cell_runs_once_in_a_process_of_its_own_and_each_stage_alone_after_the_first_block(stand):
@@ -250,7 +154,7 @@ def test_a_block_whose_repetition_was_stopped_goes_on_with_the_rest_of_it(stand,
 
 def stopped(stand: Stand, number: signal.Signals, name: str) -> tuple[int, str]:
     """A real runner process that gets a signal while its cell ``name`` hangs: its exit code and output."""
-    stand.fail(name, "hangs")
+    stand.fail(name, way="hangs")
     script = stand.root / "runner.py"
     script.write_text(RUNNER)
     process = subprocess.Popen(
@@ -334,7 +238,7 @@ def test_other_code_than_the_first_cell_ran_is_refused_with_both(stand, monkeypa
 
 
 def test_a_recipe_that_changes_while_a_campaign_runs_stops_it(stand):
-    stand.fail("00-1-P", "changes")
+    stand.fail("00-1-P", way="changes")
     with pytest.raises(StrettoError, match=r"recipe\.toml has changed while the campaign ran"):
         stand.run()
     assert stand.ran == FIRST[:2]
@@ -371,7 +275,7 @@ def test_a_stage_is_run_alone_once_for_all_conditions_that_share_it():
         PLAN
         | {
             "conditions": ["P", "P+R", "P+S", "B(c=1)", "P(big)"],
-            "variants": {"B(c=1)": {"actor.chunks_per_mini": 1}, "P(big)": {"rollout.max_response_tokens": 99}},
+            "variants": {"B(c=1)": {"actor.chunks_per_mini": 1}, "P(big)": {"rollout.groups_per_decode_batch": 99}},
         }
     )
     assert [job.name for job in alone_jobs(plan)] == [
@@ -384,7 +288,7 @@ def test_a_stage_is_run_alone_once_for_all_conditions_that_share_it():
     assert jobs["training-S"].sets["switches.chunk_overlap"] and not jobs["rollout-B"].sets["switches.chunk_overlap"]
     assert jobs["training-S"].sets["switches.processor_pool"] == 0
     assert jobs["processor-P"].sets["switches.processor_pool"] == 1
-    assert jobs["training-B(big)"].sets["rollout.max_response_tokens"] == 99
+    assert jobs["training-B(big)"].sets["rollout.groups_per_decode_batch"] == 99
     assert {job.sets["run.updates"] for job in jobs.values()} == {1 + 8}
 
 
