@@ -92,7 +92,7 @@ def perform(job: Job, folder: Path, place: Place, say: Say) -> Note:
             others_before=round(busy, 3),
             files={name: file_hash(path / name) for name in HASHED if (path / name).is_file()},
             environment=recorded(place.environment),
-            niceness=os.getpriority(os.PRIO_PROCESS, 0),
+            niceness=niceness(),
         )
         close(path, note)
         note_closed(folder, key, file_hash(path / "cell.json"))
@@ -162,6 +162,11 @@ def cell_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], list[s
     paths = [package, *(path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != package)]
     kept = {name: value for name, value in environ.items() if name not in dropped}
     return kept | {"PYTHONPATH": os.pathsep.join(paths)}, dropped
+
+
+def niceness() -> int:
+    """Of this process, which its children have from it."""
+    return os.getpriority(os.PRIO_PROCESS, 0)
 
 
 class _News:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import chdir
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from stretto import switches
-from stretto.bench.attempt import Place, Say, cell_environment, perform
+from stretto.bench.attempt import Place, Say, cell_environment, niceness, perform, recorded
 from stretto.bench.campaign import Attempt, Note, attempts
 from stretto.bench.design import Block, design
 from stretto.bench.jobs import Job, alone_jobs, cell_job, cell_sets, writes_checkpoints
@@ -68,8 +68,8 @@ def run_campaign(
 
     Raises:
         ConfigError: the plan is not the folder's, or a condition cannot run; everything that is wrong, before any runs.
-        StrettoError: another runner uses the folder; the code, or the recipe, is not what the campaign began with; a
-            job failed before any had ever finished.
+        StrettoError: another runner uses the folder; the code, the recipe or the environment is not what the campaign
+            began with; a job failed before any had ever finished.
         Interrupted: it was asked to end.
     """
     root, folder = (root or Path()).absolute(), folder.absolute()
@@ -80,9 +80,10 @@ def run_campaign(
             if attempt.note is None or attempt.note.status != "finished":  # what it ran may be going on
                 refuse_if_locked(attempt.run_dir)
         refuse_other_code(folder)
+        environment, dropped = cell_environment(os.environ)
+        refuse_other_environment(folder, environment)
         config = able_elsewhere(plan, folder, root)
         keep_plan(plan, folder)
-        environment, dropped = cell_environment(os.environ)
         if dropped:
             note(f"no cell sees {', '.join(dropped)}: the plan alone sets options")
         place = Place(program=program, root=root, environment=environment, plan=plan.sha256)
@@ -177,6 +178,27 @@ def refuse_other_code(folder: Path) -> None:
                     "a new folder"
                 )
             return
+
+
+def refuse_other_environment(folder: Path, environment: Mapping[str, str]) -> None:
+    """Cells that see other variables, or are as nice to others, are no cells of one campaign.
+
+    Raises:
+        StrettoError: these are not what the first cell that finished ran with; says which, with both values.
+    """
+    for attempt in _finished(attempts(folder)).values():
+        note = _noted(attempt)
+        if note.environment:  # earlier versions recorded none
+            before, now = dict(note.environment), recorded(environment)
+            before["niceness"], now["niceness"] = str(note.niceness), str(niceness())
+            differ = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+            if differ:
+                told = "".join(f"\n  {name} = {shown(before.get(name))}, now {shown(now.get(name))}" for name in differ)
+                raise StrettoError(
+                    f"{attempt.name} ran in another environment than this one; set it as it was, or name a new folder:"
+                    f"{told}"
+                )
+        return
 
 
 class _Runner:

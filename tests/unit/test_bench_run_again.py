@@ -73,6 +73,23 @@ def test_where_the_first_block_runs_again_elsewhere_so_do_stages_alone(stand, mo
     assert stand.ran == [*FIRST, *ALONE]
 
 
+def test_another_environment_is_refused_with_both_values(stand, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    stand.fail("00-1-P")
+    stand.run()
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "4")
+    monkeypatch.setenv("EDITOR", "another")
+    told = '00-0-B ran in another.*MALLOC_ARENA_MAX = unset, now "4"\n  OMP_NUM_THREADS = "1", now "2"$'
+    with pytest.raises(StrettoError, match=f"(?s){told}"):
+        stand.run()
+    assert stand.ran == []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("MALLOC_ARENA_MAX")
+    assert stand.run().exit_code == 0 and stand.ran == ["00-1-P"]
+
+
 def judge(monkeypatch, *reasons: str) -> None:
     """Of the first attempt at 00-1-P; all others are found good."""
     monkeypatch.setattr(
