@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 from stretto.bench import svg
+from stretto.bench.arithmetic import Finding
 from stretto.bench.document import (
     Block,
     Bullets,
@@ -19,6 +21,7 @@ from stretto.bench.document import (
     Table,
 )
 from stretto.bench.markup import Markup, element, inline, joined
+from stretto.bench.phrases import judged
 
 STATES = {
     "supported": "good",
@@ -35,7 +38,10 @@ STATES = {
     "excluded": "open",
     "not measured": "open",
 }
-"""Words that a cell may consist of, and how they are marked; the word itself says it all without the colour."""
+STATES |= {judged(word, False): "bad" if word == "guardrail failed" else "open" for word in get_args(Finding)}
+"""Words that a cell may consist of, and how they are marked; the word itself says it all without the colour. What
+carries no claim is never green.
+"""
 LARGEST_TOGGLE = 10
 
 CSS = (

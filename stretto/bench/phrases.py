@@ -71,6 +71,11 @@ def spread(values: Sequence[float | None], unit: str = "") -> str:
     return told if len(found) == len(values) else f"{told}, of {len(found)} of {len(values)} runs"
 
 
+def judged(word: str, claim: bool) -> str:
+    """A finding, or whether a target was reached, as it may be said: where the scope allows no claim, it says so."""
+    return word if claim else f"{word} (no claim)"
+
+
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 

@@ -1,4 +1,6 @@
-"""The numbers behind a report, as CSV: every step of every attempt, and every attempt. Empty: not measured."""
+"""The numbers behind a report, as CSV: every step of every attempt, every attempt, every stage alone. Empty: not
+measured.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,8 @@ from stretto.bench.results import Analysis, CellResult
 
 FIRST_METRICS = ("tokens", "step_s")
 """What throughput is made of stands first."""
+HASHED = {"manifest": "manifest.json", "metrics": "metrics.jsonl", "events": "events.jsonl"}
+"""What names the files of a run that figures come from, so that a table beside them can be held against them."""
 STEP_KEYS = ("cell", "attempt", "condition", "seed", "block", "position", "status", "update", "warmup", "measured")
 
 
@@ -31,6 +35,18 @@ def steps_csv(analysis: Analysis) -> str:
             values = [_at(cell.steps.get(metric, ()), update) for metric in metrics]
             which = (update, int(update < analysis.plan.warmup), int(update in measured))
             rows.append((*_identity(cell), *which, *values))
+    return _text(rows)
+
+
+def alone_csv(analysis: Analysis) -> str:
+    """One row a stage with the others idle, and measured update of it. The mean of its seconds is the limit of the
+    stage; a stage whose single updates are not recorded has one row with that mean, and no ``update``.
+    """
+    rows: list[Sequence[Any]] = [("stage", "condition", "update", "seconds")]
+    for each in analysis.alone:
+        rows += [(each.stage, each.condition, update, seconds) for update, seconds in enumerate(each.per_update)]
+        if not each.per_update:
+            rows.append((each.stage, each.condition, None, each.seconds))
     return _text(rows)
 
 
@@ -54,6 +70,7 @@ def runs_csv(analysis: Analysis, attempts: Iterable[Attempt]) -> str:
         if note is not None:
             row |= {"started": note.started, "ended": note.ended, "wall_s": note.wall_s, "exit_code": note.exit_code}
             row |= {"machine_id": note.machine_id, "boot_id": note.boot_id, "others_before": note.others_before}
+            row |= {f"{name}_sha256": note.files.get(f"run/{file}") for name, file in HASHED.items()}
             row["command"] = shlex.join(note.command)
         row["folder"] = cell.folder
         rows.append(row)

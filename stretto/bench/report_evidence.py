@@ -213,8 +213,10 @@ def efficiency(analysis: Analysis) -> Section:
         cards=True,
     )
     told = Paragraph(
-        "Efficiency is the slowest stage alone over the measured step: at 100 % nothing is left to gain by overlap. It "
-        "can exceed 100 % only by noise, or where stages alone run slower than together.",
+        "Efficiency is the slowest stage alone over the measured step: at 100 % nothing is left to gain by overlap. "
+        "Stages alone run once, under one seed and on early partitions; generation alone has the initial weights. "
+        "Where later responses are shorter, or a machine drifts, a condition can exceed 100 %: then the limit that "
+        "was measured is not that of its windows. Every update of theirs is in `alone.csv`.",
         "note",
     )
     drawn = [

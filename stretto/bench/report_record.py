@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def guardrails(analysis: Analysis) -> Section:
     names = list(dict.fromkeys(row.name for rows in found.values() for row in rows))
     by_name = {condition: {row.name: row for row in rows} for condition, rows in found.items()}
     matrix = Table(
-        caption="What a condition must keep against B, however fast it is. One that fails decides the verdict on it",
+        caption="What a condition must keep against B, however fast it is. One that fails decides the verdict on every "
+        "contrast with that condition",
         head=("condition", *names),
         rows=[
             (condition, *(rows[name].status if name in rows else NOT_MEASURED for name in names))
@@ -83,9 +85,16 @@ def rejected(analysis: Analysis) -> Section:
         if cell.status != "accepted"
     ]
     title = "Rejected and excluded attempts"
+    gone: list[Block] = []
+    if analysis.removed:
+        told = (
+            "The campaign's journal has attempts whose folder is gone, or was changed after it was closed. Nobody can "
+            "say any more what they showed:"
+        )
+        gone = [Paragraph(told, "warning"), Bullets(analysis.removed)]
     if not rows:
-        kept = Paragraph(f"None: all {plural(len(analysis.cells), 'attempt')} were accepted.")
-        return Section("rejected", title, [kept])
+        kept = f"None{' that is there' if gone else ''}: all {plural(len(analysis.cells), 'attempt')} were accepted."
+        return Section("rejected", title, [*gone, Paragraph(kept)])
     table = Table(
         caption="Decided before any figure was computed. Their steps are in steps.csv, as far as they could be read",
         head=("attempt", "status", "reasons"),
@@ -93,7 +102,7 @@ def rejected(analysis: Analysis) -> Section:
         words=frozenset({1, 2}),
         cards=True,
     )
-    return Section("rejected", title, [table])
+    return Section("rejected", title, [*gone, table])
 
 
 FOLDED = {
@@ -144,12 +153,14 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def repeat(analysis: Analysis, campaign: Path, attempts: Sequence[Attempt]) -> Section:
-    """Commands, and the program that recomputes what matters from the CSV."""
+def repeat(analysis: Analysis, campaign: Path, attempts: Sequence[Attempt], recipe: str | None) -> Section:
+    """Commands, and the program that recomputes what matters from the CSV. ``recipe``: its text; None: not at hand."""
     files = Bullets(
         [
             "`steps.csv`: every update of every attempt, warm-up and rejected ones too; `measured` is 1 in the windows",
-            "`runs.csv`: every attempt, with its status, throughput, phases, hardware and command line",
+            "`runs.csv`: every attempt, with its status, throughput, phases, hardware, command line, and the SHA-256 "
+            "of the manifest, the metrics and the events that it left",
+            "`alone.csv`: every measured update of every stage with the others idle; their means are the limits above",
             "`report.json`: this page's numbers as data; `report.md`: the page as text; `figures/`: its drawings",
             f"`{analysis.plan_sha256}.plan.toml`: the plan; its SHA-256 is its name",
             "`SHA256SUMS`: `sha256sum -c SHA256SUMS` checks all of them",
@@ -159,6 +170,7 @@ def repeat(analysis: Analysis, campaign: Path, attempts: Sequence[Attempt]) -> S
     plan, folder = f"{analysis.plan_sha256}.plan.toml", shlex.quote(str(campaign))
     commands = [words, f"stretto bench run {plan} --out {folder}", f"stretto bench report {folder}"]
     blocks: list[Block] = [
+        *_recipe(analysis, recipe),
         Paragraph("The campaign, then its analysis (an empty folder runs it anew; this one would only be read):"),
         Code("\n".join(line for line in commands if line), "sh"),
         Paragraph("Throughput and effects again, from `steps.csv` alone, with Python's standard library:"),
@@ -174,6 +186,26 @@ def repeat(analysis: Analysis, campaign: Path, attempts: Sequence[Attempt]) -> S
     if lines:
         blocks.append(Details("Every command that was run", [Code("\n".join(lines), "sh")]))
     return Section("repeat", "To repeat it", blocks)
+
+
+def _recipe(analysis: Analysis, recipe: str | None) -> Iterator[Block]:
+    """Which one, and what it says at its top: how its model and data are made."""
+    plan = analysis.plan
+    named = f"The recipe is `{plan.recipe}`, SHA-256 `{plan.recipe_sha256}`"
+    if recipe is None:
+        yield Paragraph(f"{named}. It was not at hand when this was written; the checkout that ran it has it.")
+        return
+    if comments := leading_comments(recipe):
+        yield Paragraph(f"{named}. What it says of itself, its model and its data:")
+        yield Code(comments)
+    else:
+        yield Paragraph(f"{named}. It says nothing of how its model and its data are made.")
+
+
+def leading_comments(text: str) -> str:
+    """The comment lines that a TOML file begins with, without their marks."""
+    lines = takewhile(lambda line: line.startswith("#"), text.removeprefix("\ufeff").lstrip().splitlines())
+    return "\n".join(line.removeprefix("#").removeprefix(" ").rstrip() for line in lines)
 
 
 def _commit(value: Mapping[str, Any]) -> Any:

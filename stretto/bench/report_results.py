@@ -10,8 +10,8 @@ from stretto.bench import plots
 from stretto.bench.arithmetic import percent
 from stretto.bench.design import design
 from stretto.bench.document import Block, Bullets, Figure, Gallery, Legend, Paragraph, Section, Table
-from stretto.bench.phrases import effect, interval, listed, number, plural, ratio
-from stretto.bench.plan import BASE
+from stretto.bench.phrases import effect, interval, judged, listed, number, plural, ratio
+from stretto.bench.plan import BASE, toml_text
 from stretto.bench.results import NOT_MEASURED, Analysis, CellResult, Verdict
 from stretto.bench.svg import colour
 
@@ -66,21 +66,22 @@ def claim(analysis: Analysis) -> Section:
         Paragraph(f"Scope: **{SCOPES[scope.name]}** (`{scope.name}`), computed from what was run; nobody chooses it.")
     )
     if not scope.claim:
-        told = "Verdicts and figures below describe these runs and carry no claim."
-        blocks.append(Paragraph(told, "warning"))
+        unclaimed = "Verdicts and figures below describe these runs and carry no claim."
+        blocks.append(Paragraph(unclaimed, "warning"))
     elif scope.reasons:
         blocks.append(Bullets([f"no steady state: {reason}" for reason in scope.reasons]))
-    blocks.append(Bullets([*map(headline, analysis.verdicts), *_counts(analysis)]))
+    told = [headline(verdict, scope.claim) for verdict in analysis.verdicts]
+    blocks.append(Bullets([*told, *_counts(analysis)]))
     blocks += [Paragraph(warning, "warning") for warning in analysis.warnings]
     return Section("claim", "What may be claimed", blocks)
 
 
-def headline(verdict: Verdict) -> str:
-    """``P+S over B (primary): **supported**, +4.2 % (+3.1 % to +5.3 %) over 4 blocks``."""
+def headline(verdict: Verdict, claim: bool) -> str:
+    """``P+S over B (primary): **supported**, +4.2 % (+3.1 % to +5.3 %) over 4 blocks``. ``claim``: of the scope."""
     found = verdict.judgement
     name = f"{found.contrast} (primary)" if found.primary else str(found.contrast)
     over = "" if found.estimate is None else f", {effect(found.estimate)} over {plural(found.estimate.blocks, 'block')}"
-    return f"{name}: **{found.finding}**{over}"
+    return f"{name}: **{judged(found.finding, claim)}**{over}"
 
 
 def _counts(analysis: Analysis) -> Iterator[str]:
@@ -89,6 +90,8 @@ def _counts(analysis: Analysis) -> Iterator[str]:
     }
     told = listed([f"{count} {status}" for status, count in by_status.items()])
     yield f"attempts: {told}; {plural(analysis.blocks_planned, 'block')} planned"
+    if analysis.removed:
+        yield f"attempts that are gone, or were changed after they ended: **{len(analysis.removed)}**"
     if missing := missing_cells(analysis):
         yield f"planned cells without an accepted attempt: {', '.join(missing)}"
     if analysis.square_complete:
@@ -106,7 +109,7 @@ def verdicts(analysis: Analysis) -> Section:
     rows = [
         (
             f"{verdict.judgement.contrast}{' (primary)' if verdict.judgement.primary else ''}",
-            verdict.judgement.finding,
+            judged(verdict.judgement.finding, analysis.scope.claim),
             NOT_MEASURED if verdict.judgement.estimate is None else ratio(verdict.judgement.estimate.mean),
             _interval(verdict),
             _each_block(verdict),
@@ -125,7 +128,7 @@ def verdicts(analysis: Analysis) -> Section:
     drawn = [
         plots.Effect(
             label=str(verdict.judgement.contrast),
-            told=f"{ratio(found.mean)}, {verdict.judgement.finding}",
+            told=f"{ratio(found.mean)}, {judged(verdict.judgement.finding, analysis.scope.claim)}",
             colour=index_of(analysis, verdict.judgement.contrast.treated),
             values=found.values,
             mean=found.mean,
@@ -135,7 +138,7 @@ def verdicts(analysis: Analysis) -> Section:
         for verdict in analysis.verdicts
         if (found := verdict.judgement.estimate) is not None
     ]
-    blocks: list[Block] = [main]
+    blocks: list[Block] = [main, *_variants(analysis)]
     if drawn:
         picture = plots.effects("Gains in throughput", drawn, largest)
         caption = (
@@ -146,6 +149,18 @@ def verdicts(analysis: Analysis) -> Section:
             caption += " An effect inside the shade is no larger than the difference between two runs of B."
         blocks.append(Figure(name="effects", svg=picture, caption=caption))
     return Section("verdicts", "Verdicts", [*blocks, _rules(analysis), *_reading(analysis)])
+
+
+def _variants(analysis: Analysis) -> Iterator[Block]:
+    """What a condition is whose name is not made of switches alone."""
+    found = [
+        f"`{name}` is `{name.partition('(')[0]}` with "
+        + listed([f"`{option} = {toml_text(value)}`" for option, value in sorted(options.items())])
+        for name, options in analysis.plan.variants.items()
+        if name in analysis.plan.conditions
+    ]
+    if found:
+        yield Bullets(found, "note")
 
 
 def _interval(verdict: Verdict) -> str:
@@ -174,7 +189,7 @@ def _rules(analysis: Analysis) -> Table:
                 f"{number(found.p_adjusted)}{'' if found.primary else ' (Holm)'}",
                 "no A/A pair" if found.largest_aa is None else f"{number(percent(found.largest_aa))} %",
                 "cannot be said" if verdict.detectable is None else ratio(verdict.detectable),
-                f"{aimed}{'' if target is None else f': {reached}'}",
+                f"{aimed}{'' if target is None else f': {judged(reached, analysis.scope.claim)}'}",
                 within,
             )
         )
@@ -189,12 +204,14 @@ def _rules(analysis: Analysis) -> Table:
 def _reading(analysis: Analysis) -> list[Block]:
     return [
         Paragraph(
-            "`supported`: the 95 % interval lies above 0 (contrasts other than the primary one: Holm's p is at most 5 "
-            "%), with fewer than 6 blocks every block has that sign, and the effect is larger than the largest "
-            "difference of two runs of B in one block. `negative` is its mirror. A failed guardrail replaces the "
-            "verdict. `detectable` is the smallest effect that this design would have found with 80 % power: "
-            "`inconclusive` says nothing about effects below it. `within runs` is a bootstrap of steps: it knows "
-            "nothing of how runs differ.",
+            "`supported`: the 95 % interval lies above 0 (contrasts other than the primary one: Holm's p is at most "
+            "5 %), with fewer than 6 blocks every block has that sign, and the effect is larger than the largest "
+            "difference of two runs of B in one block. `negative` is its mirror. A guardrail that either condition of "
+            "a contrast failed replaces the verdict, and a switch that had nothing to do leaves it at `inconclusive`. "
+            "A target is `reached` where the interval lies at or above it and the verdict is `supported`, `missed` "
+            "where it lies below, else `open`. `detectable` is the smallest effect that this design would have found "
+            "with 80 % power: `inconclusive` says nothing about effects below it. `within runs` is a bootstrap of "
+            "steps: it knows nothing of how runs differ.",
             "note",
         )
     ]

@@ -20,10 +20,11 @@ LONGEST = 40
 """Lines of a summary."""
 
 
-def document(analysis: Analysis, campaign: Path, attempts: Sequence[Attempt]) -> Document:
+def document(analysis: Analysis, campaign: Path, attempts: Sequence[Attempt], recipe: str | None = None) -> Document:
     """What may be claimed first, then the evidence, then what a reviewer repeats it with.
 
-    ``attempts``: all of the campaign, of cells and of stages alone, for their commands.
+    ``attempts``: all of the campaign, of cells and of stages alone, for their commands. ``recipe``: the text of the
+    plan's; None: it is not at hand.
     """
     plan = analysis.plan
     sections = (
@@ -41,7 +42,7 @@ def document(analysis: Analysis, campaign: Path, attempts: Sequence[Attempt]) ->
         guardrails(analysis),
         rejected(analysis),
         provenance(analysis),
-        repeat(analysis, campaign, attempts),
+        repeat(analysis, campaign, attempts, recipe),
     )
     subtitle = (
         f"Recipe `{plan.recipe}`, plan `{analysis.plan_sha256[:12]}`: conditions {', '.join(plan.conditions)}; "
@@ -58,7 +59,7 @@ def summary(analysis: Analysis, out: Path | None = None) -> str:
     scope = analysis.scope
     lines = [*_wrapped(f"scope    {SCOPES[scope.name]}"), *_wrapped(f"claim    {scope.limit}"), ""]
     for verdict in analysis.verdicts:
-        lines += _wrapped(re.sub(r"\*\*", "", headline(verdict)), "    ")
+        lines += _wrapped(re.sub(r"\*\*", "", headline(verdict, scope.claim)), "    ")
         if verdict.judgement.reasons:
             lines += _wrapped(f"    {'; '.join(verdict.judgement.reasons)}", "    ")
     if not analysis.verdicts:

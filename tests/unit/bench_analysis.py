@@ -104,7 +104,7 @@ def analysis_of(plan: Plan | None = None, seed: int = 0) -> Analysis:
         blocks_planned=len(planned.blocks),
         cells=(*cells, broken, stopped),
         alone=(
-            Alone(stage="processor", condition="P", seconds=0.8, updates=8),
+            Alone(stage="processor", condition="P", seconds=0.8, updates=2, per_update=(0.7, 0.9)),
             Alone(stage="rollout", condition="B", seconds=1.1, updates=8),
             Alone(stage="training", condition="B", seconds=1.6, updates=8),
             Alone(stage="training", condition="S", seconds=1.6, updates=8),
@@ -143,6 +143,7 @@ def analysis_of(plan: Plan | None = None, seed: int = 0) -> Analysis:
             "losses, gradient norms and parameter fingerprints: equal bits in all runs of a block, at every update",
             "tokens and samples: equal in all runs of a block",
         ),
+        removed=(),
         provenance={
             "git": {"commit": "d1aad60f6816adc3d99eae24a7c729a2119dacf5", "dirty": False},
             "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "vllm": None},

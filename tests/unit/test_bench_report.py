@@ -26,6 +26,7 @@ from stretto.bench.report_record import recompute_program
 from stretto.bench.report_text import LONGEST, WIDTH, summary
 from stretto.bench.results import Analysis, Gpu
 from stretto.bench.scope import decide
+from stretto.types import StrettoError
 
 SECTIONS = [
     "claim", "verdicts", "runs", "curves", "phases", "timeline", "hardware", "workload", "efficiency", "packing",
@@ -113,7 +114,8 @@ def test_runs_csv_has_what_the_note_says(analysis: Analysis, tmp_path: Path) -> 
     note = Note(
         plan=analysis.plan_sha256, stage="", condition="B", seed=0, block=0, position=0, attempt=1,
         command=("python", "-m", "stretto.cli", "train", "a recipe.toml"), started="s", ended="e", wall_s=60.0,
-        exit_code=0, status="finished", reason="", machine_id="m", boot_id="b", others_before=0.04, files={},
+        exit_code=0, status="finished", reason="", machine_id="m", boot_id="b", others_before=0.04,
+        files={"run/manifest.json": "aa", "run/metrics.jsonl": "bb", "run/events.jsonl": "cc", "log.txt": "dd"},
     )  # fmt: skip
     path = tmp_path / "campaign" / "cells" / "00-0-B" / "attempt-1"
     path.mkdir(parents=True)
@@ -123,11 +125,24 @@ def test_runs_csv_has_what_the_note_says(analysis: Analysis, tmp_path: Path) -> 
     assert len(rows) == len(analysis.cells)
     assert rows[0]["command"] == "python -m stretto.cli train 'a recipe.toml'"
     assert rows[0]["machine_id"] == "m" and rows[1]["machine_id"] == ""
+    assert [rows[0][f"{name}_sha256"] for name in ("manifest", "metrics", "events")] == ["aa", "bb", "cc"]
+    assert rows[1]["metrics_sha256"] == ""
     assert float(rows[0]["tokens_per_s"]) == analysis.cells[0].throughput.per_s
     rejected = [row for row in rows if row["status"] == "rejected"]
     assert [row["tokens_per_s"] for row in rejected] == [""]
     assert rejected[0]["reasons"] == "loss: update 17 is null; git.dirty: true, in the first cell false"
     assert "train 'a recipe.toml'" in (out / "report.html").read_text()
+
+
+def test_alone_csv_has_every_update_of_a_stage(analysis: Analysis, out: Path) -> None:
+    rows = list(csv.DictReader((out / "alone.csv").open()))
+    found = [(row["update"], float(row["seconds"])) for row in rows if row["stage"] == "processor"]
+    assert found == [("0", 0.7), ("1", 0.9)]
+    # where single updates are not on record, their mean is, and no update is named
+    assert [(row["condition"], row["update"], row["seconds"]) for row in rows[2:]] == [
+        (each.condition, "", str(each.seconds)) for each in analysis.alone[1:]
+    ]
+    assert "`alone.csv`" in (out / "report.md").read_text()
 
 
 # The files -----------------------------------------------------------------------------------------------------------
@@ -157,7 +172,42 @@ def test_a_second_report_leaves_nothing_of_the_first(analysis: Analysis, tmp_pat
     assert not (out / "figures" / "timeline-1.svg").exists()
 
 
-@pytest.mark.parametrize("name", ["report.html", "report.md", "steps.csv", "runs.csv"])
+def test_a_report_never_lies_in_a_campaign(analysis: Analysis, tmp_path: Path) -> None:
+    campaign, other = tmp_path / "campaign", tmp_path / "other"
+    for folder in (campaign, other):
+        folder.mkdir()
+        (folder / f"{'c' * 64}.plan.toml").write_text("")
+    for out in (campaign, campaign / "cells" / "00-0-B", other):
+        with pytest.raises(StrettoError, match="folder of its own"):
+            write_report(analysis, campaign, out)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [f"{'c' * 64}.plan.toml"] * 2
+
+
+def test_the_plan_of_an_earlier_report_is_replaced(analysis: Analysis, tmp_path: Path) -> None:
+    written(analysis, tmp_path)
+    plan = analysis.plan.model_copy(update={"name": "another"})
+    out = written(replace(analysis, plan=plan, plan_sha256=plan.sha256), tmp_path)
+    assert [path.name for path in out.glob("*.plan.toml")] == [f"{plan.sha256}.plan.toml"]
+
+
+RECIPE = "# Twenty digits.\n#   stretto sft a b\n\n[run]\ndir = 'x' # no comment of the recipe's\n"
+
+
+def test_a_recipe_says_how_its_model_and_data_are_made(analysis: Analysis, tmp_path: Path) -> None:
+    path = tmp_path / analysis.plan.recipe
+    path.parent.mkdir(parents=True)
+    path.write_text(RECIPE)
+    told = "What it says of itself, its model and its data:\n\n```\nTwenty digits.\n  stretto sft a b\n```"
+    named = f"The recipe is `{analysis.plan.recipe}`, SHA-256 `"
+    plan = analysis.plan.model_copy(update={"recipe_sha256": hashlib.sha256(RECIPE.encode()).hexdigest()})
+    text = (written(replace(analysis, plan=plan, plan_sha256=plan.sha256), tmp_path) / "report.md").read_text()
+    assert f"{named}{plan.recipe_sha256}`. {told}" in text
+    # one that was edited since is not the one that was run
+    text = (written(analysis, tmp_path) / "report.md").read_text()
+    assert f"{named}{'a' * 64}`. It was not at hand" in text and "Twenty digits" not in text
+
+
+@pytest.mark.parametrize("name", ["report.html", "report.md", "steps.csv", "runs.csv", "alone.csv"])
 def test_no_page_says_nan_or_none_of_python(out: Path, name: str) -> None:
     text = (out / name).read_text().replace("math.inf", "")  # of the program that it shows
     assert not re.search(r"\b(nan|NaN|None|inf|np\.float64)\b", text)
@@ -245,6 +295,40 @@ def test_other_verdicts_are_printed_like_supported(analysis: Analysis, tmp_path:
     assert f"P+S over B (primary): **{finding}**" in claim
     assert (out / "report.html").read_text().count("told why") == 1
     assert f"P+S over B (primary): {finding}" in summary(other)
+
+
+def test_outside_a_claim_no_verdict_stands_alone(analysis: Analysis, tmp_path: Path) -> None:
+    """Nothing green, nowhere a bare `supported`: not in the claim, the table, the drawing or the terminal."""
+    scope = decide(analysis.plan.measured, analysis.plan.warmup, [], declared=True, conditions=analysis.plan.conditions)
+    assert not scope.claim
+    out = written(replace(analysis, scope=scope), tmp_path)
+    text, page = (out / "report.md").read_text(), (out / "report.html").read_text()
+    claim, _, rest = text.partition("## Verdicts")
+    assert "P+S over B (primary): **supported (no claim)**, +" in claim and "**supported**" not in claim
+    assert "| P+S over B (primary) | supported (no claim) | +" in rest and "| supported |" not in rest
+    assert "+12.0 %: reached (no claim)" in rest
+    assert "supported (no claim)" in (out / "figures" / "effects.svg").read_text()
+    assert '<span class="state open">supported (no claim)</span>' in page
+    assert not re.search(r'class="state good">(supported|reached)', page)
+    lines = [line for line in summary(replace(analysis, scope=scope)).splitlines() if " over " in line]
+    assert len(lines) == len(analysis.verdicts) and all("(no claim)" in line for line in lines)
+
+
+def test_a_variant_says_what_it_changes(tmp_path: Path) -> None:
+    changed = analysis_of(plan_of(("B", "P", "B(c=1)")))
+    verdicts = (written(changed, tmp_path) / "report.md").read_text().partition("## Verdicts")[2].partition("\n## ")[0]
+    assert "- `B(c=1)` is `B` with `actor.chunks_per_mini = 1`\n" in verdicts
+
+
+def test_removed_attempts_stand_first_among_the_rejected(analysis: Analysis, tmp_path: Path) -> None:
+    gone = "cells/03-5-B, attempt 1: its folder is gone"
+    text = (written(replace(analysis, removed=(gone,)), tmp_path) / "report.md").read_text()
+    assert "attempts that are gone, or were changed after they ended: **1**" in text.partition("## Verdicts")[0]
+    section = text.partition("## Rejected and excluded attempts")[2].partition("\n## ")[0]
+    assert 0 < section.index(f"- {gone}") < section.index("| attempt | status | reasons |")
+    kept = tuple(cell for cell in analysis.cells if cell.status == "accepted")
+    text = (written(replace(analysis, cells=kept, removed=(gone,)), tmp_path) / "report.md").read_text()
+    assert f"- {gone}\n\nNone that is there: all {len(kept)} attempts were accepted." in text
 
 
 def test_what_was_not_measured_says_so(analysis: Analysis, tmp_path: Path) -> None:
