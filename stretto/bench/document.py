@@ -20,6 +20,8 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Bullets:
+    """``kind`` as of a paragraph."""
+
     items: Sequence[str]
     kind: str = ""
 
@@ -121,8 +123,8 @@ def _markdown(block: Block) -> str:
     match block:
         case Paragraph(text=text, kind=kind):
             return f"**{text}**" if kind == "lead" else f"> {_plain(text)}" if kind == "warning" else _plain(text)
-        case Bullets(items=items):
-            return "\n".join(f"- {_plain(item)}" for item in items)
+        case Bullets(items=items, kind=kind):
+            return "\n".join(f"{'> ' if kind == 'warning' else ''}- {_plain(item)}" for item in items)
         case Table(caption=caption, head=head, rows=rows):
             lines = (head, ["---"] * len(head), *rows)
             table = "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)

@@ -67,6 +67,8 @@ p{margin:.6em 0;max-width:80ch}
 border-radius:0 6px 6px 0;max-width:none}
 .warning{padding:.5em 1em;border-left:5px solid var(--warn);background:var(--warn-bg);border-radius:0 6px 6px 0;
 max-width:none}
+ul.warning{padding-left:2.2em}
+.warning li{max-width:none}
 nav ul{display:flex;flex-wrap:wrap;gap:.2em 1.1em;list-style:none;padding:0;margin:.8em 0;font-size:.9rem}
 a{color:var(--link)}
 li{margin:.25em 0;max-width:90ch;overflow-wrap:anywhere}

@@ -72,7 +72,10 @@ def claim(analysis: Analysis) -> Section:
         blocks.append(Bullets([f"no steady state: {reason}" for reason in scope.reasons]))
     told = [headline(verdict, scope.claim) for verdict in analysis.verdicts]
     blocks.append(Bullets([*told, *_counts(analysis)]))
-    blocks += [Paragraph(warning, "warning") for warning in analysis.warnings]
+    if len(analysis.warnings) > 1:
+        blocks.append(Bullets(analysis.warnings, "warning"))
+    else:
+        blocks += [Paragraph(warning, "warning") for warning in analysis.warnings]
     return Section("claim", "What may be claimed", blocks)
 
 

@@ -314,6 +314,14 @@ def test_outside_a_claim_no_verdict_stands_alone(analysis: Analysis, tmp_path: P
     assert len(lines) == len(analysis.verdicts) and all("(no claim)" in line for line in lines)
 
 
+def test_every_warning_stands_with_the_claim(analysis: Analysis, tmp_path: Path) -> None:
+    out = written(replace(analysis, warnings=("one", "and two")), tmp_path)
+    assert "\n\n> - one\n> - and two\n" in (out / "report.md").read_text().partition("## Verdicts")[0]
+    assert '<ul class="warning"><li>one</li><li>and two</li></ul>' in (out / "report.html").read_text()
+    out = written(replace(analysis, warnings=("one",)), tmp_path)
+    assert "\n\n> one\n" in (out / "report.md").read_text().partition("## Verdicts")[0]
+
+
 def test_a_variant_says_what_it_changes(tmp_path: Path) -> None:
     changed = analysis_of(plan_of(("B", "P", "B(c=1)")))
     verdicts = (written(changed, tmp_path) / "report.md").read_text().partition("## Verdicts")[2].partition("\n## ")[0]
