@@ -88,8 +88,8 @@ def rejected(analysis: Analysis) -> Section:
     gone: list[Block] = []
     if analysis.removed:
         told = (
-            "The campaign's journal has attempts whose folder is gone, or was changed after it was closed. Nobody can "
-            "say any more what they showed:"
+            "The campaign's folders are not as its journal has them. Nobody can say any more what an attempt showed "
+            "that is gone, or was changed after it ended:"
         )
         gone = [Paragraph(told, "warning"), Bullets(analysis.removed)]
     if not rows:

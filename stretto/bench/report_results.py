@@ -94,7 +94,7 @@ def _counts(analysis: Analysis) -> Iterator[str]:
     told = listed([f"{count} {status}" for status, count in by_status.items()])
     yield f"attempts: {told}; {plural(analysis.blocks_planned, 'block')} planned"
     if analysis.removed:
-        yield f"attempts that are gone, or were changed after they ended: **{len(analysis.removed)}**"
+        yield f"not as the journal has them: **{plural(len(analysis.removed), 'attempt')}**, gone or changed since"
     if missing := missing_cells(analysis):
         yield f"planned cells without an accepted attempt: {', '.join(missing)}"
     if analysis.square_complete:

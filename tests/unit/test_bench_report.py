@@ -331,7 +331,7 @@ def test_a_variant_says_what_it_changes(tmp_path: Path) -> None:
 def test_removed_attempts_stand_first_among_the_rejected(analysis: Analysis, tmp_path: Path) -> None:
     gone = "cells/03-5-B, attempt 1: its folder is gone"
     text = (written(replace(analysis, removed=(gone,)), tmp_path) / "report.md").read_text()
-    assert "attempts that are gone, or were changed after they ended: **1**" in text.partition("## Verdicts")[0]
+    assert "- not as the journal has them: **1 attempt**, gone or changed since" in text.partition("## Verdicts")[0]
     section = text.partition("## Rejected and excluded attempts")[2].partition("\n## ")[0]
     assert 0 < section.index(f"- {gone}") < section.index("| attempt | status | reasons |")
     kept = tuple(cell for cell in analysis.cells if cell.status == "accepted")
