@@ -75,7 +75,7 @@ def note_closed(campaign: Path, key: Key, sha256: str) -> None:
 
 def _add(campaign: Path, key: Key, facts: Mapping[str, str]) -> None:
     kind, name, attempt = key
-    line = json.dumps({"kind": kind, "name": name, "attempt": attempt} | facts) + "\n"
+    line = json.dumps({"kind": kind, "name": name, "attempt": attempt, **facts}) + "\n"
     with (campaign / FILE).open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)

@@ -80,10 +80,10 @@ def run_campaign(
             if attempt.note is None or attempt.note.status != "finished":  # what it ran may be going on
                 refuse_if_locked(attempt.run_dir)
         refuse_other_code(folder)
-        environment, dropped = cell_environment(os.environ)
-        refuse_other_environment(folder, environment)
         config = able_elsewhere(plan, folder, root)
         keep_plan(plan, folder)
+        environment, dropped = cell_environment(os.environ)
+        refuse_other_environment(folder, environment)
         if dropped:
             note(f"no cell sees {', '.join(dropped)}: the plan alone sets options")
         place = Place(program=program, root=root, environment=environment, plan=plan.sha256)

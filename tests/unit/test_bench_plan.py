@@ -170,9 +170,9 @@ def test_any_value_survives_its_canonical_text(value):
         ("pool_size = 1", 'order = "random"', '"blocks" or "pairs"'),
         ("pool_size = 1", 'factorial = ["P"]', "factorial = "),
         ('conditions = ["P", "P+R", "P+S", "B(c=1)"]', "", "nothing is compared with B"),
-        ("B(c=1)", "B(.c)", "names folders"),
-        ("B(c=1)", "B(../c)", "names folders"),
-        ("B(c=1)", "B(c 1)", "names folders"),
+        ('variants."B(c=1)"', 'variants."B(.c)"', "names folders"),
+        ('variants."B(c=1)"', 'variants."B(../c)"', "names folders"),
+        ('variants."B(c=1)"', 'variants."B(c 1)"', "names folders"),
     ],
 )
 def test_what_is_wrong_with_a_plan_is_said_with_the_remedy(before, after, said):

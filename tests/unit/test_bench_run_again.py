@@ -87,6 +87,7 @@ def test_another_environment_is_refused_with_both_values(stand, monkeypatch):
     assert stand.ran == []
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("MALLOC_ARENA_MAX")
+    stand.behave()
     assert stand.run().exit_code == 0 and stand.ran == ["00-1-P"]
 
 
