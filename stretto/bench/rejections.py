@@ -11,6 +11,7 @@ from stretto.bench.design import Cell
 from stretto.bench.measures import throughput
 from stretto.bench.plan import Plan, condition_sets
 from stretto.bench.read_cells import Read, number
+from stretto.machine import ENVIRONMENT
 from stretto.types import StrettoError
 from stretto.wording import shown
 
@@ -21,6 +22,7 @@ ANALYSED = ("run/manifest.json", "run/metrics.jsonl", "run/events.jsonl")
 DIFFERING = ("run.dir", "run.seed", "run.updates", "seams.processor_workers", "seams.old_policy", "seams.phase1")
 """Options that a cell has of its own, or that its switches set."""
 _SHOWN_UPDATES = 5
+_GIVEN = frozenset(f"environment.{name}" for name in ENVIRONMENT)
 
 
 def own_reasons(read: Read, note: Note, cell: Cell, plan: Plan) -> list[str]:
@@ -68,7 +70,8 @@ def note_reasons(read: Read, reference: Read) -> Iterator[str]:
 
 def elsewhere_reasons(read: Read, reference: Read) -> list[str]:
     """In what a process that ran beside the cells was not in the place of theirs: machine, boot, code, model, data and
-    dependencies, of which not every stage alone has a manifest. Its options are others by design.
+    dependencies, of which not every stage alone has a manifest. Its options are others by design, and a process that
+    does the work of another sets what that one is given.
     """
     mine, theirs = read.attempt.note, reference.attempt.note
     reasons = [
@@ -83,7 +86,7 @@ def elsewhere_reasons(read: Read, reference: Read) -> list[str]:
         reasons += [
             f"{kind(field)}: {_pair(field, found[field], reference.name, expected.get(field))}"
             for field in found
-            if not field.startswith("config.") and found[field] != expected.get(field)
+            if not field.startswith("config.") and field not in _GIVEN and found[field] != expected.get(field)
         ]
     return [*reasons, *note_reasons(read, reference)]
 

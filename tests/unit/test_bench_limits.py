@@ -99,6 +99,8 @@ def test_a_stage_alone_that_cannot_be_used(tmp_path, values, told):
         ("git.commit", "beef", 'commit: git.commit = "beef", 00-0-B has "d1aad6'),
         ("git.dirty", True, "commit: git.dirty = true, expected false"),
         ("model.fingerprint", "beef", 'model: model.fingerprint = "beef", 00-0-B has "b0fe'),
+        ("environment.OMP_NUM_THREADS", "2", 'topology: environment.OMP_NUM_THREADS = "2", 00-0-B has "1"'),
+        ("environment.OMP_WAIT_POLICY", "PASSIVE", None),  # what a run gives to its workers
         ("config.run.updates", 10, None),
     ],
 )
