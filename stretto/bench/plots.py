@@ -72,7 +72,8 @@ def _percent_axis(x: svg.Scale, bottom: float) -> list[Markup]:
         if x.low <= log <= x.high and all(abs(at - other) >= 52 for other in taken):
             taken.append(at)
             parts.append(svg.line(at, 4, at, bottom + 4, "axis" if value == 0 else "grid"))
-            parts.append(svg.text(at, bottom + 18, f"{value:+g} %" if value else "0", "mid", "muted"))
+            words = f"{value:+g} %" if value else "0"
+            parts.append(svg.text(svg.within(at, words), bottom + 18, words, "mid", "muted"))
     return parts
 
 
@@ -109,8 +110,7 @@ def _axis(x: svg.Scale, bottom: float, unit: str, top: float = 4) -> list[Markup
     at = svg.ticks(x.low, x.high, 5)
     parts = [svg.line(x(value), top, x(value), bottom + 4, "grid") for value in at]
     for value, words in zip(at, svg.tick_words(at), strict=True):
-        half = svg.width_of(words) / 2 + 2
-        parts.append(svg.text(min(max(x(value), half), svg.WIDTH - half), bottom + 17, words, "mid", "muted"))
+        parts.append(svg.text(svg.within(x(value), words), bottom + 17, words, "mid", "muted"))
     parts.append(svg.text(svg.WIDTH - 6, bottom + 31, unit, "end", "muted", "small"))
     return parts
 
@@ -305,7 +305,7 @@ def timeline(title: str, step: Timeline, longest_s: float, names: Sequence[str])
     drawn.append(svg.line(end, 2, end, top, "axis"))
     axis = _axis(x, top, f"s since the step began; it took {number(step.seconds)} s", 2)
     named = [(svg.colour(1 + index), name) for index, name in enumerate(names[:NAMED])]
-    others = [(svg.colour(1 + NAMED), ", ".join(names[NAMED:]))] if len(names) > NAMED else []
+    others = [(svg.colour(1 + NAMED), name) for name in names[NAMED:]]
     entries, height = svg.key([*named, *others], top + 42)
     busy = "; ".join(
         f"{lane}: {', '.join(dict.fromkeys(span.name for span in step.spans if span.lane == lane))}" for lane in lanes

@@ -197,8 +197,9 @@ def efficiency(analysis: Analysis) -> Section:
         return Section("efficiency", title, [Paragraph(f"Stages alone: {NOT_MEASURED}.")])
     rows, told_any = [], any(each.told for each in analysis.efficiency)
     for each in analysis.efficiency:
-        gap = NOT_MEASURED if each.efficiency is None else share(1 - each.efficiency)
-        reached = "undefined" if each.efficiency is None else share(each.efficiency)
+        reached, gap = share(each.efficiency), share(None if each.efficiency is None else 1 - each.efficiency)
+        if each.told.startswith("undefined"):  # nothing that could have been measured
+            reached = gap = "undefined"
         stages = map(number, (each.processor_s, each.rollout_s, each.training_s))
         rows.append(
             (each.condition, *stages, number(each.step_s), reached, gap, *([each.told or "none"] if told_any else []))

@@ -86,6 +86,12 @@ def width_of(words: str) -> float:
     return 6.7 * len(words)
 
 
+def within(x: float, words: str) -> float:
+    """Where words in the middle of ``x`` stand so that all of them are in the drawing."""
+    half = width_of(words) / 2 + 2
+    return min(max(x, half), WIDTH - half)
+
+
 def key(entries: Sequence[tuple[str, str]], y: float, left: float = 8.0) -> tuple[Markup, float]:
     """Squares in the colours of classes, each with its word, in as many lines as needed; and the height of all."""
     parts, x, top = [], left, y

@@ -103,6 +103,20 @@ def test_timeline_places_spans_and_marks_those_of_later_partitions() -> None:
     assert len({bar["y"] for bar in bars}) == 3  # the two that overlap in one lane lie on rows of their own
 
 
+def test_every_word_of_a_drawing_is_inside_it() -> None:
+    """Ticks at the very ends of an axis, and the names of many kinds of spans."""
+    names = [f"actor.kind_of_span_{index}" for index in range(14)]
+    spans = tuple(Span(lane="actor", name=name, start_s=0.0, end_s=1.0, partition=0) for name in names)
+    step = Timeline(condition="B", cell="00-0-B", update=0, seconds=1.0, spans=spans)
+    row = plots.Effect(label="P", told="", colour=1, values=(-0.1,), mean=-0.09, low=-0.16252, high=0.0)
+    for picture in (plots.timeline("one", step, 1.0, names), plots.effects("gains", [row], None)):
+        for text in ElementTree.fromstring(picture).iter(f"{SVG}text"):
+            x, width = float(text.get("x") or 0), 6.2 * len(text.text or "")
+            classes = (text.get("class") or "").split()
+            left = x - width if "end" in classes else x - width / 2 if {"mid", "inside"} & {*classes} else x
+            assert left >= 0 and left + width <= 480, text.text
+
+
 def test_curves_break_where_a_value_is_missing() -> None:
     line = plots.Line(group=0, values=(1.0, 2.0, None, 3.0, None, 1.0, 1.0))
     root = ElementTree.fromstring(plots.curves("loss", ["B"], [line], 1, [Window(1, 6)]))

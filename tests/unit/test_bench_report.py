@@ -354,6 +354,20 @@ def test_what_was_not_measured_says_so(analysis: Analysis, tmp_path: Path) -> No
     assert "| P | not measured | not measured | not measured | not measured | 0 |" in text
 
 
+def test_an_efficiency_without_its_stages_is_not_measured(analysis: Analysis, tmp_path: Path) -> None:
+    """Undefined is only what has no value at all."""
+    first, second, *_ = analysis.efficiency
+    told = "undefined: at staleness.max = 0 the stages wait for one another"
+    rows = (
+        replace(first, rollout_s=None, efficiency=None, told="not measured alone: rollout"),
+        replace(second, processor_s=None, rollout_s=None, training_s=None, efficiency=None, told=told),
+    )
+    text = (written(replace(analysis, efficiency=rows), tmp_path) / "report.md").read_text()
+    step = r"\| [\d.]+ "
+    assert re.search(rf"\| B \| 0.800 \| not measured \| 1.60 {step}\| not measured \| not measured \| not m", text)
+    assert re.search(rf"\| P (\| not measured ){{3}}{step}\| undefined \| undefined \| undefined: at", text)
+
+
 def test_words_of_others_are_no_markup(analysis: Analysis, tmp_path: Path) -> None:
     cells = [
         replace(cell, reasons=("<script>alert(1)</script> a|b",)) if cell.reasons else cell for cell in analysis.cells
