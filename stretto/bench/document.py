@@ -65,8 +65,13 @@ class Legend:
     toggles: bool = False
 
 
+PROSE = "text"
+
+
 @dataclass(frozen=True)
 class Code:
+    """What is copied as it stands. Lines of ``PROSE`` may be broken; those of a program, or of commands, are not."""
+
     text: str
     language: str = ""
 

@@ -8,6 +8,7 @@ from typing import get_args
 from stretto.bench import svg
 from stretto.bench.arithmetic import Finding
 from stretto.bench.document import (
+    PROSE,
     Block,
     Bullets,
     Code,
@@ -75,6 +76,7 @@ li{margin:.25em 0;max-width:90ch;overflow-wrap:anywhere}
 code,pre{font:.86em/1.5 ui-monospace,SFMono-Regular,Menlo,'DejaVu Sans Mono',monospace}
 code{overflow-wrap:anywhere}
 pre{background:var(--shade);padding:.8em 1em;border-radius:6px;overflow-x:auto}
+pre.prose{white-space:pre-wrap}
 .scroll{overflow-x:auto;margin:.3em 0 1.4em}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
 .caption{margin:1.2em 0 0}
@@ -169,8 +171,8 @@ def _block(block: Block) -> Markup:
             return element("div", *(_figure(each, None) for each in figures), class_="gallery")
         case Legend():
             return _legend(block)
-        case Code(text=text):
-            return element("pre", element("code", text), tabindex="0")
+        case Code(text=text, language=language):
+            return element("pre", element("code", text), tabindex="0", class_="prose" if language == PROSE else None)
         case Details(summary=summary, blocks=blocks):
             return element("details", element("summary", summary), *map(_block, blocks))
 

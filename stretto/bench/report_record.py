@@ -12,7 +12,7 @@ from scipy.special import stdtrit
 
 from stretto.bench.arithmetic import LEVEL
 from stretto.bench.campaign import Attempt
-from stretto.bench.document import Block, Bullets, Code, Details, Paragraph, Section, Table
+from stretto.bench.document import PROSE, Block, Bullets, Code, Details, Paragraph, Section, Table
 from stretto.bench.phrases import plural
 from stretto.bench.results import NOT_MEASURED, Analysis
 
@@ -126,7 +126,7 @@ def provenance(analysis: Analysis) -> Section:
 
 def _facts(value: Any) -> Table:
     rows = [(key, words or "none") for key, words in flat(value)]
-    return Table(caption="", head=("what", "value"), rows=rows, words=frozenset({1}), cards=True)
+    return Table(caption="", head=("what", "value"), rows=rows, words=frozenset({1}))
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -197,7 +197,7 @@ def _recipe(analysis: Analysis, recipe: str | None) -> Iterator[Block]:
         return
     if comments := leading_comments(recipe):
         yield Paragraph(f"{named}. What it says of itself, its model and its data:")
-        yield Code(comments)
+        yield Code(comments, PROSE)
     else:
         yield Paragraph(f"{named}. It says nothing of how its model and its data are made.")
 

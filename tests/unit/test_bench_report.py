@@ -197,7 +197,7 @@ def test_a_recipe_says_how_its_model_and_data_are_made(analysis: Analysis, tmp_p
     path = tmp_path / analysis.plan.recipe
     path.parent.mkdir(parents=True)
     path.write_text(RECIPE)
-    told = "What it says of itself, its model and its data:\n\n```\nTwenty digits.\n  stretto sft a b\n```"
+    told = "What it says of itself, its model and its data:\n\n```text\nTwenty digits.\n  stretto sft a b\n```"
     named = f"The recipe is `{analysis.plan.recipe}`, SHA-256 `"
     plan = analysis.plan.model_copy(update={"recipe_sha256": hashlib.sha256(RECIPE.encode()).hexdigest()})
     text = (written(replace(analysis, plan=plan, plan_sha256=plan.sha256), tmp_path) / "report.md").read_text()
