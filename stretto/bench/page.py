@@ -107,6 +107,8 @@ header{padding-top:18px}
 .cards,.cards tbody{display:block}
 .cards tr{display:block;border:1px solid var(--line);border-radius:6px;margin:0 0 .8em;padding:.4em .7em}
 .cards th,.cards td{display:block;text-align:left;border:0;padding:.12em 0;white-space:normal}
+.pairs tbody th{white-space:normal;overflow-wrap:anywhere;min-width:15ch}
+.pairs td.words{width:65%}
 .cards td::before{content:attr(data-head) ': ';color:var(--muted)}
 }
 @media print{
@@ -188,7 +190,7 @@ def _table(table: Table) -> Markup:
         "table",
         element("thead", element("tr", *heads, role="row"), role="rowgroup"),
         element("tbody", *rows, role="rowgroup"),
-        class_="cards" if table.cards else None,
+        class_="cards" if table.cards else "pairs" if len(table.head) == 2 else None,
         role="table",  # said outright, for what is laid out as cards is no table to a browser
         aria_label=table.caption or None,
     )
