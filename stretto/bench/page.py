@@ -107,8 +107,8 @@ header{padding-top:18px}
 .cards,.cards tbody{display:block}
 .cards tr{display:block;border:1px solid var(--line);border-radius:6px;margin:0 0 .8em;padding:.4em .7em}
 .cards th,.cards td{display:block;text-align:left;border:0;padding:.12em 0;white-space:normal}
-.pairs tbody th{white-space:normal;overflow-wrap:anywhere;min-width:15ch}
-.pairs td.words{width:65%}
+.pairs tbody th{white-space:normal;overflow-wrap:anywhere;min-width:19ch}
+.pairs td.words{width:55%}
 .cards td::before{content:attr(data-head) ': ';color:var(--muted)}
 }
 @media print{
