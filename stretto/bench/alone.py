@@ -81,7 +81,8 @@ def measure_alone(
         ConfigError: the options do not fit one another or this machine.
         StrettoError: ``run_dir`` holds a run, or the run fails.
     """
-    os.environ.update({name: value for name, value in machine.ENVIRONMENT.items() if name not in os.environ})
+    if stage == "processor":  # where Ray starts, it is set there, after the manifest has noted the environment
+        os.environ.update({name: value for name, value in machine.ENVIRONMENT.items() if name not in os.environ})
     config, sources = checked(recipe, [*sets, f"run.dir={run_dir}"], seams=Seams(checkpoints=False))
     config = switches.applied(config)
     if config.partitions <= warmup:
