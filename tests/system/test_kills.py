@@ -34,9 +34,11 @@ SURVIVABLE = {"engine", "reward worker"}
 """Their deaths need not end a run."""
 
 
-def victims(run: Path, kind: str) -> list[psutil.Process]:
+def victims(session: Session, kind: str) -> list[psutil.Process]:
+    if kind == "driver":  # a process that it starts has its command line until it becomes another program
+        return [psutil.Process(session.process.pid)] if session.process.poll() is None else []
     found = []
-    for process in processes_of(run):
+    for process in processes_of(session.run):
         try:
             command = process.cmdline()
         except psutil.NoSuchProcess:
@@ -105,8 +107,8 @@ def test_a_run_killed_sixty_times_is_the_run_that_nobody_disturbed(marked, tmp_p
         session.wait(chance)
         if session.process.poll() == 0:  # all updates trained before all kills were spent: train more of them
             pytest.fail(f"the run finished after {sum(killed.values())} kills; raise UPDATES")
-        kind = chance.choice([kind for kind in VICTIMS if victims(marked, kind)] or ["driver"])
-        found = victims(marked, kind)
+        kind = chance.choice([kind for kind in VICTIMS if victims(session, kind)] or ["driver"])
+        found = victims(session, kind)
         if not found:
             continue
         before = len(running.jsonl(marked, "metrics.jsonl")) if (marked / "metrics.jsonl").exists() else 0
