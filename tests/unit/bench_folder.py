@@ -51,6 +51,16 @@ PLAN: dict[str, Any] = {
 Numbers = Mapping[str, Sequence[float | None]]
 """Metric -> one value an update."""
 
+ALONE = {
+    ("processor", "B"): 0.7,
+    ("processor", "P"): 0.35,
+    ("rollout", "B"): 0.5,
+    ("training", "B"): 0.6,
+    ("training", "R"): 0.4,
+    ("training", "S"): 0.65,
+}
+"""Seconds an update of every stage alone, by stage and condition."""
+
 
 def plan_of(**changes: Any) -> Plan:
     return parse_plan({**PLAN, **changes})

@@ -8,21 +8,12 @@ from itertools import pairwise
 
 import pytest
 from bench_breaks import edit_lines, edit_manifest, rehash, tree_hash
-from bench_folder import GIB, GPU, PIXEL_BYTES, alike, attempt_of, make_campaign, plan_of
+from bench_folder import ALONE, GIB, GPU, PIXEL_BYTES, alike, attempt_of, make_campaign, plan_of
 
 from stretto.bench.analyze import analyze
 from stretto.bench.arithmetic import percent
 from stretto.bench.phases import PHASES
 from stretto.bench.plan import Contrast
-
-ALONE = {
-    ("processor", "B"): 0.7,
-    ("processor", "P"): 0.35,
-    ("rollout", "B"): 0.5,
-    ("training", "B"): 0.6,
-    ("training", "R"): 0.4,
-    ("training", "S"): 0.65,
-}
 
 
 @pytest.fixture(scope="module")

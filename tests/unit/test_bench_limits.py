@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from bench_breaks import edit_manifest, edit_note
-from bench_folder import alike, attempt_of, make_campaign, plan_of
+from bench_folder import ALONE, alike, attempt_of, make_campaign, plan_of
 
 from stretto.bench.analyze import analyze, efficiencies
 from stretto.bench.campaign import attempts
@@ -16,15 +16,6 @@ from stretto.bench.measures import Accepted
 from stretto.bench.plan_file import read_kept_plan
 from stretto.bench.read_alone import read_alone
 from stretto.bench.standing import stand
-
-ALONE = {
-    ("processor", "B"): 0.7,
-    ("processor", "P"): 0.35,
-    ("rollout", "B"): 0.5,
-    ("training", "B"): 0.6,
-    ("training", "R"): 0.4,
-    ("training", "S"): 0.65,
-}
 
 
 @pytest.fixture(scope="module")
