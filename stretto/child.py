@@ -14,7 +14,8 @@ from stretto.stops import STOPS
 
 PROGRAM = (sys.executable, "-m", "stretto.cli")
 """``stretto``, by the interpreter and the package of this process."""
-ENDS_WITHIN_S = 60.0
+ENDS_WITHIN_S = {signal.SIGINT: 10.0, signal.SIGTERM: 50.0}
+"""What a child is sent, and how long it may take before the next."""
 POLL_S = 0.1
 LOG_LINES = 20
 
@@ -65,13 +66,18 @@ def run_logged(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """It is killed where it does not end. A terminal's Ctrl-C has reached it already; anything else has not."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(ENDS_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """It is killed where it does not end. A terminal's Ctrl-C has reached it already; anything else has not, and under
+    ``nohup … &`` a child ignores SIGINT, as its parent does.
+    """
+    for number, limit_s in ENDS_WITHIN_S.items():
+        process.send_signal(number)
+        try:
+            process.wait(limit_s)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+    process.kill()
+    process.wait()
 
 
 def last_lines(log: Path) -> str:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import stretto
+from stretto import child
 
 SLOW = """
 import signal, sys, time
@@ -65,3 +66,16 @@ def test_a_second_interrupt_does_not_leave_it_alone(tmp_path):
 def test_an_interrupt_as_it_starts_does_not_leave_it_alone(tmp_path):
     output, _ = starts_it(tmp_path, "early").communicate(timeout=30)
     assert output.startswith("interrupted True")
+
+
+def test_a_child_that_ignores_sigint_is_asked_by_sigterm_before_it_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(child, "ENDS_WITHIN_S", {signal.SIGINT: 0.2, signal.SIGTERM: 10.0})
+    program = (
+        "import signal, sys, time, pathlib; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); pathlib.Path('began').touch(); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
+    while not (tmp_path / "began").exists():
+        time.sleep(0.01)
+    child.end(process)
+    assert process.returncode == 7
