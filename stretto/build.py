@@ -55,8 +55,10 @@ def phase1(config: Config, plane: DataPlane, forward: Forward, tracer: Tracer, d
     return kind(config, plane, forward, tracer, device)
 
 
-def engine(config: Config, device: str) -> Engine:
-    """An engine of this process, not yet started; its model takes what ``models.lora.published`` gives."""
+def engine(config: Config, device: str, replica: int) -> Engine:
+    """An engine of this process, the one of ``replica``, not yet started; its model takes what
+    ``models.lora.published`` gives.
+    """
     if config.seams.replay:
         from stretto.recording import Recording
         from stretto.rollout.replay import ReplayEngine

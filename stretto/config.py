@@ -86,7 +86,29 @@ class RewardConfig(Block):
 
 
 class RolloutConfig(Block):
-    engine: Literal["hf"] = Field("hf", description="rollout engine")
+    engine: Literal["hf", "vllm", "http"] = Field(
+        "hf", description="hf: transformers; vllm: vLLM, started here; http: servers that someone else runs"
+    )
+    servers: tuple[str, ...] = Field(
+        (), description="http: base URLs of OpenAI-compatible servers (vLLM, SGLang), one a replica"
+    )
+    tensor_parallel: PositiveInt = Field(1, description="vllm: GPUs of one engine (tensor-parallel width)")
+    engine_args: dict[str, Any] = Field(
+        {}, description="vllm: further engine arguments by vLLM's names, such as gpu_memory_utilization"
+    )
+    weight_transfer: Literal["auto", "host", "ipc", "nccl"] = Field(
+        "auto",
+        description="how new weights reach a vllm engine: host memory; CUDA IPC on a GPU that both sides share; NCCL "
+        "between GPUs; auto: ipc where cluster.colocate is set, else host",
+    )
+    in_flight: Literal["finish", "abort", "keep"] = Field(
+        "finish",
+        description="what new weights do to responses under way, in bounded mode: they finish first; are begun again; "
+        "go on under the new weights",
+    )
+    logprob_gap_alarm: NonNegativeFloat = Field(
+        0.5, description="warn where old-policy and rollout log-probs differ by more, mean over loss tokens; 0: never"
+    )
     prompts_per_partition: PositiveInt = Field(64, description="prompt groups of one rollout batch (partition)")
     n_samples_per_prompt: PositiveInt = Field(8, description="responses sampled for each prompt (a prompt group)")
     groups_per_decode_batch: PositiveInt = Field(32, description="prompt groups decoded together")
@@ -265,6 +287,7 @@ class ClusterConfig(Block):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda where each rank and replica gets a GPU, else cpu"
     )
+    colocate: bool = Field(False, description="one actor rank and one vllm engine share a GPU")
 
 
 class SftConfig(Block):

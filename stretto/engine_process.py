@@ -39,13 +39,14 @@ class EngineProcess:
         machine.adopt_orphans()  # those of an engine with processes of its own
         share = self.place.replicas[self.replica]
         facts = machine.settle(share.cores, self.config.run.determinism, share.threads)
-        self.engine = build.engine(self.config, self.place.device)
+        self.engine = build.engine(self.config, self.place.device, self.replica)
         facts |= await self.engine.start()
         return facts, {
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
             "fixed_batches": self.engine.fixed_batches,
             "batch_invariant": self.engine.batch_invariant,
+            "live_update": self.engine.live_update,
             "concurrency": self.engine.concurrency,
         }
 
@@ -87,7 +88,7 @@ class RemoteEngine:
 
     def __init__(self, process: Any):
         self.process = process
-        self.fixed_batches, self.batch_invariant, self.concurrency = False, False, 1
+        self.fixed_batches, self.batch_invariant, self.live_update, self.concurrency = False, False, False, 1
         self.memory_mib = 0.0
         self._version = -1
         self._local: psutil.Process | None = None
@@ -104,7 +105,7 @@ class RemoteEngine:
     async def start(self) -> Mapping[str, Any]:
         facts, known = await self._ask("start")
         self.fixed_batches, self.batch_invariant = known["fixed_batches"], known["batch_invariant"]
-        self.concurrency = known["concurrency"]
+        self.live_update, self.concurrency = known["live_update"], known["concurrency"]
         if known["node"] == ray.get_runtime_context().get_node_id():
             with suppress(psutil.NoSuchProcess):  # the next call will say so
                 self._local = psutil.Process(known["pid"])

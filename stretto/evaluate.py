@@ -21,7 +21,7 @@ def evaluate(config: Config, split: Split, prompts: int) -> Evaluation:
 
 async def _evaluate(config: Config, split: Split, prompts: int) -> Evaluation:
     worker, _ = await build.rollout_worker(
-        config, None, Tracer(None, "eval"), lambda _: build.engine(config, "cpu"), replicas=1
+        config, None, Tracer(None, "eval"), lambda _: build.engine(config, "cpu", 0), replicas=1
     )
     try:
         return await worker.evaluate(split, prompts, None)

@@ -79,6 +79,8 @@ class Response:
     token_ids  int32   [R]  exactly the sampled ids; EOS is kept where sampled, never invented
     logprobs   float32 [R]  the one log-prob measure, under the weights of the version stamps
     text is for the reward only (never tokenised again). ``error`` is set where the engine failed or aborted.
+    token_versions  int32 [R]  policy version that each token was sampled under, never falling; None: all of them under
+                               ``version_start``
     """
 
     token_ids: np.ndarray
@@ -88,6 +90,7 @@ class Response:
     version_start: int
     version_end: int
     error: str | None = None
+    token_versions: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,9 @@ FREE_OPTIONS = frozenset(
         "rollout.replicas",
         "rollout.max_engine_restarts",
         "rollout.engine_timeout_s",
+        "rollout.servers",
+        "rollout.weight_transfer",
+        "rollout.logprob_gap_alarm",
     }
 )
 """Blocks and options that may change when a run goes on: where it runs, what it saves and how it is watched."""

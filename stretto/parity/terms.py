@@ -27,6 +27,9 @@ FREE = (
     "rollout.replicas",
     "rollout.max_engine_restarts",
     "rollout.engine_timeout_s",
+    "rollout.servers",
+    "rollout.weight_transfer",
+    "rollout.logprob_gap_alarm",
 )
 """Options that no number depends on."""
 FREE_OF_A_RECORDING = (

@@ -52,6 +52,8 @@ class Engine(Protocol):
     by what has arrived, is called for one group at a time."""
     batch_invariant: bool
     """The bits of a response are the same in any batch."""
+    live_update: bool
+    """Takes weights while it generates: what is under way goes on under them, every token stamped with its version."""
     concurrency: int
     """Calls of ``generate`` that are served at once; the router keeps others back. Known once it has started."""
 
@@ -65,13 +67,13 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, version: int, weights: Weights) -> None:
-        """Takes a version as a whole. Never called while a ``generate`` runs: no response begins before and ends after
-        it.
+        """Takes a version as a whole. Called while a ``generate`` runs only where the engine has ``live_update``; with
+        any other one no response begins before and ends after it.
         """
         ...
 
     async def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> list[list[Response]]:
-        """In request order, ``sampling.n`` responses each, under the weights in use, stamped with their version.
+        """In request order, ``sampling.n`` responses each, under the weights in use, stamped with their versions.
 
         A response that failed has ``error`` set, and may hold no token; those that it holds have their log-probs.
         Cancelling the call aborts its requests.

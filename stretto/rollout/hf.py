@@ -47,6 +47,7 @@ class HfEngine:
 
     fixed_batches = True
     batch_invariant = False
+    live_update = False
     concurrency = 1
 
     def __init__(self, family: Qwen3VL, make_model: Callable[[], nn.Module], device: torch.device | str):

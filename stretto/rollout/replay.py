@@ -30,6 +30,7 @@ class ReplayEngine:
 
     fixed_batches = True
     batch_invariant = True
+    live_update = False
     concurrency = 1
 
     def __init__(self, recording: Recording, *, paced: bool):

@@ -31,7 +31,7 @@ def process_class(how: str, replicas_that_fail: set[int]):
 
         async def start(self):
             node = ray.get_runtime_context().get_node_id()
-            known = {"fixed_batches": True, "batch_invariant": True, "concurrency": 1}
+            known = {"fixed_batches": True, "batch_invariant": True, "live_update": False, "concurrency": 1}
             return {}, {"pid": os.getpid(), "node": node, **known}
 
         async def load_weights(self, version, refs):

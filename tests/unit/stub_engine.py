@@ -31,6 +31,7 @@ class StubEngine:
 
     fixed_batches = True
     batch_invariant = True
+    live_update = False
 
     def __init__(
         self,

@@ -27,7 +27,9 @@ data.source="digits" data.train_files=[] data.validation_files=[] data.test_file
 data.prompt_column="prompt" data.images_column="images" data.answer_column="answer" data.source_column=""
 data.id_column="" data.bad_rows="fail" data.overlong_prompts="skip" data.max_prompt_tokens=0
 data.digits=2 data.worked=false data.layout="one-image" data.labelled_images=60 data.shuffle=true
-rollout.engine="hf" rollout.prompts_per_partition=64 rollout.n_samples_per_prompt=8 rollout.groups_per_decode_batch=32
+rollout.engine="hf" rollout.servers=[] rollout.tensor_parallel=1 rollout.engine_args={} rollout.weight_transfer="auto"
+rollout.in_flight="finish" rollout.logprob_gap_alarm=0.5 rollout.prompts_per_partition=64
+rollout.n_samples_per_prompt=8 rollout.groups_per_decode_batch=32
 rollout.max_response_tokens=16 rollout.temperature=1.0 rollout.top_p=1.0 rollout.top_k=0 rollout.stop=[]
 rollout.refill_rounds=0 rollout.replicas=1 rollout.max_engine_restarts=3 rollout.engine_timeout_s=600.0
 reward.function="exact_match" reward.timeout_s=10.0 reward.workers=1 reward.max_failed_fraction=0.5
@@ -48,6 +50,7 @@ plane.backend="ray" plane.capacity_mib=1024 plane.fetch_timeout_s=1800.0 plane.l
 checkpoint.every=25 checkpoint.keep=2
 eval.every=25 eval.prompts=200
 cluster.address="" cluster.actor_cores=[] cluster.rollout_cores=[] cluster.device="auto"
+cluster.colocate=false
 sft.steps=200 sft.batch=32 sft.lr=0.002 sft.warmup_steps=10 sft.stop_exact_match=0.28 sft.eval_below_loss=0.8
 sft.eval_every=3
 switches.processor_pool=0 switches.logprob_reuse=false switches.chunk_overlap=false

@@ -387,7 +387,7 @@ def test_merging_into_bfloat16_rounds_once():
 def test_published_adapters_make_the_engine_the_actor_bit_for_bit(dtype):
     cfg = config(dtype, publish="adapter", dropout=0.2)
     actor = actor_case.core(cfg, {}, model=model(cfg))
-    engine = build.engine(cfg, "cpu")
+    engine = build.engine(cfg, "cpu", 0)
     actor_case.assert_equal_bits(bits(engine.model), bits(model(cfg, moved=False)))
     buckets = list(actor.publish(4))
     assert sum(array.nbytes for b in buckets for array in b.data) == 4096 * DTYPES[dtype].itemsize
@@ -457,7 +457,7 @@ def test_stop_and_resume_equals_a_straight_run_bit_for_bit(tmp_path: Path, dtype
     kept = read_published(path)[1]
     names = {meta.name for bucket in kept for meta in bucket.metas}
     assert any(".lora_" in name for name in names) == (publish == "adapter")
-    engines = [build.engine(cfg, "cpu") for _ in range(2)]
+    engines = [build.engine(cfg, "cpu", 0) for _ in range(2)]
     for engine, buckets in zip(engines, (published, kept), strict=True):
         engine._load(1, buckets)
         engine.kill()
@@ -480,7 +480,7 @@ def test_a_merged_export_is_what_engines_got_and_plain_transformers_loads_it(tmp
     path = exported(tmp_path, cfg, made)
     assert export(tmp_path / "run", tmp_path / "model") == path
     loaded = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "model", dtype=DTYPES[dtype])
-    engine = build.engine(cfg, "cpu")
+    engine = build.engine(cfg, "cpu", 0)
     engine._load(0, list(iter_buckets(lora.published(made, cfg), 0, DTYPES[dtype])))
     engine.kill()
     actor_case.assert_equal_bits(bits(loaded), bits(engine.model))

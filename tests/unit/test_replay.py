@@ -374,7 +374,7 @@ def test_stamps_of_a_recording_pass_the_check_of_staleness(recorded):
 
 def test_parts_of_a_replay_are_built_from_its_recording(recorded):
     config = case.config().with_seams(replay=str(recorded[0]), replay_timing="recorded", partitions=1)
-    engine, rewards = build.engine(config, "cpu"), build.rewarder(config)
+    engine, rewards = build.engine(config, "cpu", 0), build.rewarder(config)
     assert isinstance(engine, ReplayEngine)
     assert isinstance(rewards, RecordedRewards)
     assert (engine.paced, rewards.paced) == (True, True)
