@@ -222,6 +222,7 @@ async def rollout_worker(
         max_restarts=config.rollout.max_engine_restarts,
         timeout_s=config.rollout.engine_timeout_s,
         tracer=tracer,
+        in_flight=config.rollout.in_flight,
         note=note,
     )
     _, facts, (family, runner) = await asyncio.gather(rewards.start(), router.start(), processor(config, tracer))

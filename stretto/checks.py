@@ -12,6 +12,7 @@ from pathlib import Path
 from stretto import model_table
 from stretto.algorithm_checks import algorithm_problems
 from stretto.config import Config
+from stretto.engine_checks import engine_problems
 from stretto.problems import Problem, Reader
 from stretto.types import ConfigError
 from stretto.wording import shown
@@ -30,6 +31,7 @@ def cross_field_problems(config: Config, origins: Mapping[str, str], *, training
     found += _data(config, reader, training)
     if training:
         found += [*_sampling(config, reader), *_batches(config, reader), *_timeouts(config, reader)]
+        found += [*engine_problems(config, reader)]
         found += [*algorithm_problems(config, reader), *_switches(config, reader)]
     return found
 

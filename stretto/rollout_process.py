@@ -70,6 +70,7 @@ class RolloutProcess(PayloadProducer):
         result = await report
         return result | {
             "engine_restarts": self.worker.router.restarts,
+            "begun_again_groups": self.worker.router.begun_again,
             "engine_rss_mib": max(engine.memory_mib for engine in self._engines.values()),
             "rollout_rss_mib": memory_mib(),
         }

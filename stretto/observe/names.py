@@ -122,6 +122,10 @@ METRICS: dict[str, tuple[str, str]] = {
         "dynamic sampling: groups that were generated and dropped, since their rewards were all equal",
     ),
     "rollout_refill_rounds": ("rounds", "dynamic sampling: rounds of further prompts that the partition took"),
+    "begun_again_groups": (
+        "groups",
+        "groups whose responses were given up for newer weights (rollout.in_flight), so far in this session",
+    ),
     "engine_restarts": ("engines", "engines that died and were replaced, so far in this session"),
     "actor_rss_mib": ("MiB", "resident memory of the actor's largest process, shared pages included"),
     "rollout_rss_mib": ("MiB", "the same of the rollout process, which holds no model"),

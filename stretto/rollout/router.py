@@ -4,9 +4,17 @@
                                              of several, the one with the fewest outstanding tokens
                                              └─► load the batch's version if it holds another ─► generate
 
-Pure asyncio over ``Engine`` objects: what stands behind one (this process, a Ray actor) is its own affair. An engine
-takes other weights only when it is idle, so a response never spans two versions. A batch whose engine died goes to the
-next replica that can take it; it is the same batch with the same noise, so the same bits come back.
+Pure asyncio over ``Engine`` objects: what stands behind one (this process, a Ray actor) is its own affair. A batch
+whose engine died goes to the next replica that can take it; it is the same batch with the same noise, so the same bits
+come back.
+
+What a version that is offered does to an engine that is generating is ``in_flight``:
+
+    finish   it takes no more batches until it is idle, then takes the weights: no response spans two versions
+    abort    what it generates is given up and begun again, under the new weights
+    keep     it takes the weights at once (``Engine.live_update``), and what it generates goes on under them
+
+A batch that names its version (every one in lockstep, evaluations) is never touched: the engine finishes it first.
 """
 
 from __future__ import annotations
@@ -17,10 +25,11 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from stretto.observe.trace import Tracer
 from stretto.rollout.engine import Engine, EngineLost, GroupRequest, Sampling, Weights
+from stretto.rollout.replica import GivenUp, Replica, unless
 from stretto.types import Response, StrettoError
 
 LEAST_START_LIMIT_S = 600.0
@@ -33,6 +42,7 @@ REMEMBERED = 100
 """Decode batches whose times are kept for the median."""
 
 T = TypeVar("T")
+InFlight = Literal["finish", "abort", "keep"]
 
 
 @dataclass(frozen=True)
@@ -78,25 +88,13 @@ class Decoded:
     decode_s: float
 
 
-@dataclass(eq=False)
-class _Replica:
-    """A live engine and what it has been given. ``version`` is the one its calls run under, or will once loaded."""
-
-    index: int
-    engine: Engine
-    facts: Mapping[str, Any]
-    version: int
-    calls: int = 0
-    tokens: int = 0
-    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
 class Router:
     """``make(i)`` gives the engine of replica i, not yet started; it is called again for its successors.
 
     ``max_restarts`` is for the router's lifetime; the death after that ends it with that cause. ``timeout_s`` bounds
-    one ``load_weights`` and one ``generate``. ``note`` is told in one line of every restart, and of every call that
-    is slow (``slow_s``: see ``SLOW_S``), while it is. All methods belong to one event loop.
+    one ``load_weights`` and one ``generate``. ``in_flight`` is what an offer does to responses under way, see above.
+    ``note`` is told in one line of every restart, and of every call that is slow (``slow_s``: see ``SLOW_S``), while it
+    is. All methods belong to one event loop.
     """
 
     def __init__(
@@ -107,12 +105,16 @@ class Router:
         max_restarts: int,
         timeout_s: float,
         tracer: Tracer,
+        in_flight: InFlight = "finish",
         note: Callable[[str], None] = lambda _: None,
         slow_s: float = SLOW_S,
     ):
         self.replicas = replicas
         self.restarts = 0
+        self.begun_again = 0
+        """Groups that were given up for newer weights, so far."""
         self._make = make
+        self._in_flight = in_flight
         self._max_restarts = max_restarts
         self._timeout_s = timeout_s
         self._tracer = tracer
@@ -120,8 +122,9 @@ class Router:
         self._slow_s = slow_s
         self._took: deque[float] = deque(maxlen=REMEMBERED)
         self._newest: Offer | None = None
-        self._live: dict[int, _Replica] = {}
+        self._live: dict[int, Replica] = {}
         self._starts: set[asyncio.Task[None]] = set()
+        self._updates: dict[int, asyncio.Task[None]] = {}
         self._waiting: set[int] = set()
         self._changed = asyncio.Event()
         self._ended: StrettoError | None = None
@@ -158,6 +161,8 @@ class Router:
         """Batches without a version of their own take it from now on, unless a newer one has been offered."""
         if self._newest is None or version > self._newest.version:
             self._newest = Offer(version, weights)
+            for replica in self._live.values():
+                self._renew(replica)
             self._wake()
 
     async def generate(self, batch: DecodeBatch) -> Decoded:
@@ -170,21 +175,26 @@ class Router:
             replica, offer = await self._place(batch)
             try:
                 return await self._decode(replica, batch, offer)
+            except GivenUp:
+                self.begun_again += len(batch.requests)
             except StrettoError:
                 raise
             except Exception as error:  # whatever it is, it says nothing of the batch: another engine shall do it
                 self._lost(replica, error)
             finally:
                 replica.calls -= 1
+                replica.pinned -= batch.offer is not None
                 replica.tokens -= batch.tokens
+                self._renew(replica)
                 self._wake()
 
     async def close(self) -> None:
         """End all engines; calls that run fail."""
         self._end(StrettoError("the rollout side is closing"))
-        for task in self._starts:
+        tasks = [*self._starts, *self._updates.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._starts, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(r.engine.close() for r in self._live.values()), return_exceptions=True)
         self._live.clear()
 
@@ -194,7 +204,7 @@ class Router:
 
     # Placing -------------------------------------------------------------------------------------------------------
 
-    async def _place(self, batch: DecodeBatch) -> tuple[_Replica, Offer | None]:
+    async def _place(self, batch: DecodeBatch) -> tuple[Replica, Offer | None]:
         """A replica that has been given the batch, and the version to generate it by."""
         self._waiting.add(batch.order)
         try:
@@ -205,6 +215,7 @@ class Router:
                     offer = batch.offer or self._newest
                     if (replica := self._fitting(offer)) is not None:
                         replica.calls += 1
+                        replica.pinned += batch.offer is not None
                         replica.tokens += batch.tokens
                         replica.version = replica.engine.version if offer is None else offer.version
                         return replica, offer
@@ -213,7 +224,7 @@ class Router:
             self._waiting.discard(batch.order)
             self._wake()
 
-    def _fitting(self, offer: Offer | None) -> _Replica | None:
+    def _fitting(self, offer: Offer | None) -> Replica | None:
         fitting = [
             replica
             for replica in self._live.values()
@@ -229,23 +240,73 @@ class Router:
 
     # Serving -------------------------------------------------------------------------------------------------------
 
-    async def _decode(self, replica: _Replica, batch: DecodeBatch, offer: Offer | None) -> Decoded:
-        engine, begun = replica.engine, time.monotonic()
+    async def _decode(self, replica: Replica, batch: DecodeBatch, offer: Offer | None) -> Decoded:
+        engine, given_up, begun = replica.engine, replica.given_up, time.monotonic()
         async with replica.loading:
-            if offer is not None and engine.version != offer.version:
-                with self._tracer.span("rollout.load_weights", version=offer.version, replica=replica.index):
-                    await self._in_time(replica, engine.load_weights(offer.version, offer.weights))
+            # Its engine may hold a newer version by now, which a batch that names none is as well served by.
+            newer = batch.offer is None and offer is not None and engine.version > offer.version
+            if offer is not None and engine.version != offer.version and not newer:
+                await self._load(replica, offer)
         load_s, version = time.monotonic() - begun, engine.version
         known = {"version": version, "replica": replica.index, "groups": len(batch.requests)}
         with self._tracer.span(batch.span, **batch.attrs, **known) as attrs:
             begun = time.monotonic()
-            groups = await self._in_time(replica, engine.generate(batch.requests, batch.sampling))
+            call = self._in_time(replica, engine.generate(batch.requests, batch.sampling))
+            groups = await (call if batch.offer is not None else unless(given_up, call))
             decode_s = time.monotonic() - begun
             self._took.append(decode_s)
             attrs["tokens"] = sum(len(r.token_ids) for group in groups for r in group)
         return Decoded(groups=groups, version=version, load_s=load_s, decode_s=decode_s)
 
-    async def _in_time(self, replica: _Replica, call: Awaitable[T]) -> T:
+    async def _load(self, replica: Replica, offer: Offer) -> None:
+        with self._tracer.span("rollout.load_weights", version=offer.version, replica=replica.index):
+            await self._in_time(replica, replica.engine.load_weights(offer.version, offer.weights))
+
+    # Renewing ------------------------------------------------------------------------------------------------------
+
+    def _renew(self, replica: Replica) -> None:
+        """Let an engine that is generating have the newest version, as far as ``in_flight`` and its batches allow."""
+        newest = self._newest
+        if (
+            self._in_flight == "finish"
+            or newest is None
+            or not replica.calls
+            or replica.pinned
+            or replica.version >= newest.version
+            or self._live.get(replica.index) is not replica
+        ):
+            return
+        if self._in_flight == "abort":
+            replica.given_up.set()
+            replica.given_up = asyncio.Event()
+        elif replica.index not in self._updates:
+            task = asyncio.create_task(self._update(replica))
+            self._updates[replica.index] = task
+            task.add_done_callback(lambda _: self._updated(replica))
+
+    async def _update(self, replica: Replica) -> None:
+        """Load the newest version into an engine while it generates."""
+        async with replica.loading:
+            newest = self._newest
+            assert newest is not None
+            # Calls that came meanwhile may have changed what it is to run, or its version.
+            if replica.pinned or replica.engine.version >= newest.version:
+                return
+            replica.version = newest.version
+            self._wake()
+            try:
+                await self._load(replica, newest)
+            except StrettoError as error:
+                self._end(error)
+                replica.given_up.set()
+            except Exception as error:
+                self._lost(replica, error)
+
+    def _updated(self, replica: Replica) -> None:
+        del self._updates[replica.index]
+        self._renew(replica)  # a newer one may have been offered meanwhile
+
+    async def _in_time(self, replica: Replica, call: Awaitable[T]) -> T:
         slow_s = max(self._slow_s, SLOW_TIMES * statistics.median(self._took or [0.0]))
         slow = asyncio.get_running_loop().call_later(slow_s, self._is_slow, replica, slow_s)
         try:
@@ -258,7 +319,7 @@ class Router:
         finally:
             slow.cancel()
 
-    def _is_slow(self, replica: _Replica, seconds: float) -> None:
+    def _is_slow(self, replica: Replica, seconds: float) -> None:
         if self._ended is None and self._live.get(replica.index) is replica:
             pid = getattr(replica.engine, "pid", None)  # an engine in a process of its own has one
             process = "" if pid is None else f" (pid {pid})"
@@ -287,11 +348,11 @@ class Router:
                 engine.kill()
                 raise
             else:
-                self._live[index] = _Replica(index, engine, facts, engine.version)
+                self._live[index] = Replica(index, engine, facts, engine.version)
                 self._wake()
                 return
 
-    def _lost(self, replica: _Replica, error: Exception) -> None:
+    def _lost(self, replica: Replica, error: Exception) -> None:
         """Take a replica out for good, and have its successor started. Its other calls fail, and come here too."""
         if self._live.get(replica.index) is not replica:
             return

@@ -288,7 +288,9 @@ def mean(values: Sequence[float]) -> float:
 
 
 def check_responses(name: str, requests: Sequence[GroupRequest], sampling: Sampling, decoded: Decoded) -> None:
-    """Raises StrettoError where an engine returned too few or too many responses, or not one log-prob a token."""
+    """Raises StrettoError where an engine returned too few or too many responses, or not one log-prob a token, or where
+    the versions of tokens contradict one another or those of the response.
+    """
     if len(decoded.groups) != len(requests):
         raise StrettoError(
             f"{name}: the engine returned {len(decoded.groups)} groups of responses to {len(requests)} prompts"
@@ -303,6 +305,22 @@ def check_responses(name: str, requests: Sequence[GroupRequest], sampling: Sampl
                     f"{place}, response {i}: the engine returned {len(response.token_ids)} token ids with "
                     f"{len(response.logprobs)} log-probs; there must be one for every token"
                 )
+            if not _stamped(response):
+                raise StrettoError(
+                    f"{place}, response {i}: the engine stamped {len(response.token_ids)} tokens with the versions "
+                    f"{response.token_versions}, and the response with {response.version_start} to "
+                    f"{response.version_end}"
+                )
+
+
+def _stamped(response: Response) -> bool:
+    """Whether every token has a version, none older than the one before, from the response's first to its last."""
+    each = response.token_versions
+    if each is None:
+        return response.version_start <= response.version_end
+    whole = np.concatenate([[response.version_start], each, [response.version_end]])
+    ends = len(each) == 0 or (whole[0] == whole[1] and whole[-1] == whole[-2])
+    return len(each) == len(response.token_ids) and bool(ends and (np.diff(whole) >= 0).all())
 
 
 def nbytes(fields: GroupFields) -> int:

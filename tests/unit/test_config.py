@@ -57,6 +57,7 @@ switches.processor_pool=0 switches.logprob_reuse=false switches.chunk_overlap=fa
 """
 
 MODEL = "model.path=org/model"
+SERVERS = 'rollout.servers=["a:80", "http://b"]'
 
 
 def problems(recipe=None, sets=(), environ=None, **kwargs) -> list[str]:
@@ -354,6 +355,52 @@ def test_a_recipe_that_is_not_toml_says_where(tmp_path):
             'or run.determinism to "fast"',
         ),
         (
+            ["rollout.engine=vllm"],
+            'run.determinism = "exact" (default), rollout.engine = "vllm" (--set)',
+            "VLLM_BATCH_INVARIANT=1",
+        ),
+        (
+            ["rollout.tensor_parallel=2"],
+            'rollout.tensor_parallel = 2 (--set), rollout.engine = "hf" (default)',
+            'set rollout.engine to "vllm"',
+        ),
+        (
+            ["rollout.engine=http", "run.determinism=fast"],
+            "rollout.servers = [] (default), rollout.replicas = 1 (default)",
+            "set replicas to 1",
+        ),
+        (
+            [
+                "rollout.engine=http",
+                "run.determinism=fast",
+                'rollout.servers=["a:80", "http://b"]',
+                "rollout.replicas=2",
+            ],
+            'rollout.servers = ["a:80", "http://b"] (--set)',
+            '"a:80" is no URL',
+        ),
+        (
+            ["rollout.engine=vllm", "run.determinism=fast", "rollout.in_flight=abort"],
+            'rollout.in_flight = "abort" (--set), staleness.mode = "lockstep" (default)',
+            'staleness.mode to "bounded"',
+        ),
+        (
+            ["rollout.in_flight=keep", "staleness.mode=bounded", "run.determinism=fast"],
+            'rollout.in_flight = "keep" (--set), rollout.engine = "hf" (default)',
+            'or engine to "vllm"',
+        ),
+        (
+            ["rollout.engine=vllm", "run.determinism=fast", "lora.rank=4", "lora.publish=adapter"],
+            'lora.publish = "adapter" (--set), rollout.engine = "vllm" (--set)',
+            '"merged"',
+        ),
+        (["cluster.colocate=true"], "cluster.colocate = true (--set), rollout.engine", "or leave it out"),
+        (
+            ["rollout.engine=vllm", "run.determinism=fast", "rollout.weight_transfer=ipc"],
+            'rollout.weight_transfer = "ipc" (--set), cluster.colocate = false (default)',
+            "set cluster.colocate to true",
+        ),
+        (
             ["rollout.prompts_per_partition=12", "actor.chunks_per_mini=5"],
             "rollout.prompts_per_partition = 12 (--set), actor.chunks_per_mini = 5 (--set)",
             "can be 1, 2, 3, 4, 6, 12",
@@ -398,10 +445,14 @@ def test_evaluation_may_sample_as_it_likes():
     assert config.rollout.temperature == 0
 
 
-def test_what_fits_exactly_is_allowed():
+def test_what_fits_exactly_is_allowed(monkeypatch):
     load(None, [MODEL, "run.updates=1", "actor.warmup_updates=7"], {})  # a smoke run of any length
     load(None, [MODEL, "staleness.max=0", "algorithm.importance_correction=none"], {})
     load(None, [MODEL, "staleness.mode=bounded", "run.determinism=fast"], {})
+    load(None, [MODEL, "staleness.mode=bounded", "run.determinism=fast", "rollout.in_flight=abort"], {})
+    load(None, [MODEL, "rollout.engine=vllm", "run.determinism=fast", "cluster.colocate=true"], {})
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    load(None, [MODEL, "rollout.engine=vllm"], {})
     load(None, [MODEL, "plane.fetch_timeout_s=60", "rollout.max_engine_restarts=0"], {})
     load(None, [MODEL, "cluster.actor_cores=[0]", "cluster.rollout_cores=[1]"], {})
     load(None, [MODEL, "rollout.n_samples_per_prompt=2", "rollout.temperature=0.01"], {})

@@ -24,6 +24,7 @@ BASE = {
     "model_table",
     "problems",
     "algorithm_checks",
+    "engine_checks",
     "controls",
 }
 SHARED = {"models", "schedule", "observe", "recording"}
@@ -69,7 +70,8 @@ WITHIN_BASE = {
     "model_table": {"config", "types", "wording"},
     "problems": {"config", "wording"},
     "algorithm_checks": {"config", "problems"},
-    "checks": {"algorithm_checks", "config", "problems", "types", "wording", "model_table"},
+    "engine_checks": {"config", "problems", "wording"},
+    "checks": {"algorithm_checks", "engine_checks", "config", "problems", "types", "wording", "model_table"},
     "machine_checks": {"checks", "config", "problems", "settings", "wording"},
     "controls": set(),
     "settings": {"checks", "config", "controls", "problems", "types", "wording"},

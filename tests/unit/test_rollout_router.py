@@ -40,7 +40,8 @@ def batch(group: int = 0, *, version: int | None = 0, tokens: int = 3, n: int = 
 class Fleet:
     """A router and every engine that it has had made, by replica."""
 
-    def __init__(self, *engines: StubEngine, restarts: int = 0, timeout_s: float = 60.0, **options):
+    def __init__(self, *engines: StubEngine, restarts: int = 0, timeout_s: float = 60.0, successor=None, **options):
+        self.successor = successor or (lambda: StubEngine(per_sample_s=0.01))
         self.prepared = {i: [engine] for i, engine in enumerate(engines)}
         self.made: dict[int, list[StubEngine]] = {i: [] for i in self.prepared}
         self.notes: list[str] = []
@@ -56,7 +57,7 @@ class Fleet:
 
     def make(self, replica: int) -> StubEngine:
         prepared = self.prepared[replica]
-        engine = prepared.pop(0) if prepared else StubEngine(per_sample_s=0.01)
+        engine = prepared.pop(0) if prepared else self.successor()
         self.made[replica].append(engine)
         return engine
 

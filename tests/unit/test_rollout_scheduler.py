@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import tiny
 from rollout_case import LAYOUTS, SAMPLING, SlowFor, hf, plan, published, read, rollout
@@ -231,6 +233,34 @@ def short(version):
     whole = response([5, 6, 7], version)
     object.__setattr__(whole, "logprobs", whole.logprobs[:2])
     return whole
+
+
+def stamped(start, end, *each):
+    whole = response([5, 6, 7], start)
+    return replace(whole, version_end=end, token_versions=np.array(each, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("made", "good"),
+    [
+        (stamped(3, 3, 3, 3, 3), True),
+        (stamped(3, 5, 3, 4, 5), True),
+        (stamped(3, 5, 3, 5, 4), False),  # falls
+        (stamped(3, 5, 3, 5, 5, 5), False),  # one too many
+        (stamped(3, 5, 4, 5, 5), False),  # began later than it says
+        (stamped(3, 5, 3, 4, 4), False),  # ended earlier
+        (replace(response([5, 6], 3), version_end=4), True),
+        (replace(response([5, 6], 3), version_end=2), False),
+        (replace(response([], 3), token_versions=np.array([], np.int32)), True),
+    ],
+)
+def test_versions_of_tokens_never_fall_and_are_those_of_the_response(made, good):
+    answer = StubEngine(answer=lambda request, sample, version: made)
+    if good:
+        run(make=lambda _: answer, offer=lambda v: Offer(v, weights(v)), sampling=SAMPLING)
+        return
+    with pytest.raises(StrettoError, match="response 0: the engine stamped"):
+        run(make=lambda _: answer, offer=lambda v: Offer(v, weights(v)), sampling=SAMPLING)
 
 
 class FormsItsOwnBatches(StubEngine):

@@ -1,0 +1,82 @@
+"""What the options of a rollout engine must satisfy together. Importing this module loads no torch, ray or vllm."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from stretto.config import Config
+from stretto.problems import Problem, Reader
+from stretto.wording import shown
+
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""vLLM's own switch for kernels whose bits do not depend on the batch."""
+READ_BY = {
+    "servers": ("http",),
+    "tensor_parallel": ("vllm",),
+    "engine_args": ("vllm",),
+    "weight_transfer": ("vllm",),
+}
+"""Options of ``rollout`` that only these engines read."""
+
+
+def engine_problems(config: Config, reader: Reader) -> Iterator[Problem]:
+    """Every way in which the options of a rollout engine do not fit it, or one another."""
+    rollout = config.rollout
+    for key, engines in READ_BY.items():
+        if rollout.engine not in engines and getattr(rollout, key) != type(rollout).model_fields[key].default:
+            yield reader.problem(
+                f"rollout.{key}",
+                "rollout.engine",
+                why=f'that engine does not read it; leave it out, or set rollout.engine to "{engines[0]}"',
+            )
+    if rollout.engine == "http" and len(rollout.servers) != rollout.replicas:
+        yield reader.problem(
+            "rollout.servers",
+            "rollout.replicas",
+            why="there is one replica a server; name each server by its base URL, such as http://127.0.0.1:8000, and "
+            f"set replicas to {max(len(rollout.servers), 1)}",
+        )
+    if wrong := [url for url in rollout.servers if not url.startswith(("http://", "https://"))]:
+        yield reader.problem("rollout.servers", why=f"{shown(wrong[0])} is no URL; write http://host:port")
+    invariant = rollout.engine == "vllm" and os.environ.get(BATCH_INVARIANT) == "1"
+    if rollout.engine != "hf" and config.run.determinism == "exact" and not invariant and not config.seams.replay:
+        yield reader.problem(
+            "run.determinism",
+            "rollout.engine",
+            why="that engine forms its batches by what has arrived, and its bits depend on them; set determinism to "
+            f'"fast", or on a GPU {BATCH_INVARIANT}=1 in the environment of a vllm engine',
+        )
+    if rollout.in_flight != "finish" and config.staleness.mode == "lockstep":
+        yield reader.problem(
+            "rollout.in_flight",
+            "staleness.mode",
+            why="in lockstep every response is of one version, exactly, so that engines take weights once they are "
+            'idle; set in_flight to "finish", or staleness.mode to "bounded"',
+        )
+    if rollout.in_flight == "keep" and rollout.engine != "vllm":
+        yield reader.problem(
+            "rollout.in_flight",
+            "rollout.engine",
+            why="that engine takes no weights while it generates; set in_flight to "
+            '"finish" or "abort", or engine to "vllm"',
+        )
+    if rollout.engine != "hf" and config.lora.rank > 0 and config.lora.publish == "adapter":
+        yield reader.problem(
+            "lora.publish",
+            "rollout.engine",
+            why='that engine takes whole weights; set lora.publish to "merged"',
+        )
+    if config.cluster.colocate and rollout.engine != "vllm":
+        yield reader.problem(
+            "cluster.colocate",
+            "rollout.engine",
+            why='only a vllm engine leaves room for another process on its GPU; set engine to "vllm", or leave it out',
+        )
+    if rollout.weight_transfer == "ipc" and not config.cluster.colocate:
+        yield reader.problem(
+            "rollout.weight_transfer",
+            "cluster.colocate",
+            why="CUDA IPC is for a GPU that both sides share; set cluster.colocate to true, or weight_transfer to "
+            '"auto"',
+        )
