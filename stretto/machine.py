@@ -82,6 +82,13 @@ def shares(cores: tuple[int, ...], parts: int) -> tuple[Share, ...]:
     return tuple(Share(cores[i * each : (i + 1) * each], each) for i in range(parts))
 
 
+def single_device(config: Config) -> Literal["cpu", "cuda"]:
+    """Where a model alone runs, outside a run: ``cluster.device``, with ``auto`` a GPU where there is one."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    return "cuda" if _gpu_count() else "cpu"
+
+
 def engine_gpus(config: Config) -> int:
     """GPUs of this run's engines: one a replica; none in a replay, whose engines hold no model."""
     return 0 if config.seams.replay else config.rollout.replicas

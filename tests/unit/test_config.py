@@ -498,6 +498,17 @@ def test_cores_that_are_not_there_or_leave_none_to_the_other_side_are_refused(mo
     assert problem.endswith("so none is left for the other side; name fewer")
 
 
+def test_an_engine_that_is_not_installed_is_refused_with_both_ways_to_install_it(monkeypatch, tmp_path):
+    sets = ["rollout.engine=vllm", "run.determinism=fast"]
+    monkeypatch.setattr("sys.path", [])
+    monkeypatch.chdir(tmp_path)
+    (problem,) = machine_problems(sets, monkeypatch, {0, 1})
+    assert problem.startswith('rollout.engine = "vllm" (--set): vLLM is not installed')
+    assert "'stretto[vllm]'" in problem and "scripts/setup-vllm-cpu.sh" in problem
+    (tmp_path / "vllm.py").touch()
+    assert machine_problems(sets, monkeypatch, {0, 1}) == []
+
+
 def test_a_missing_model_folder_is_told_from_a_hub_id(tmp_path, monkeypatch):
     cores = {0, 1}
     (tmp_path / "model-a").mkdir()
