@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -50,6 +50,60 @@ def from_host(array: np.ndarray, dtype: str) -> Tensor:
     return tensor.view(next(kind for kind, (name, _) in _HOST.items() if name == dtype))
 
 
+class Arrival:
+    """Checks one published version as its buckets arrive: whole, of one version, and of the shapes that are expected.
+
+    ``shapes``: every name that the version must hold.
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]):
+        self._shapes = shapes
+        self._seen: set[str] = set()
+        self._indexes: list[int] = []
+        self._version = self._count = -1
+
+    def take(self, bucket: WeightBucket) -> None:
+        """Raises StrettoError for a bucket of another version, an unknown name, or a shape that differs."""
+        if not self._indexes:
+            self._version, self._count = bucket.version, bucket.count
+        if (bucket.version, bucket.count) != (self._version, self._count):
+            raise StrettoError(
+                f"weights of version {self._version} ({self._count} buckets) are mixed with bucket {bucket.index} of "
+                f"version {bucket.version} ({bucket.count} buckets)"
+            )
+        self._indexes.append(bucket.index)
+        for meta, array in zip(bucket.metas, bucket.data, strict=True):
+            self._check(meta, array)
+            self._seen.add(meta.name)
+
+    def _check(self, meta: TensorMeta, array: np.ndarray) -> None:
+        if meta.name not in self._shapes:
+            raise StrettoError(f"published weight {meta.name!r} is not a parameter of this model")
+        if meta.shard != (0, 1):
+            raise StrettoError(
+                f"published weight {meta.name!r} is shard {meta.shard}: only whole tensors are supported"
+            )
+        shape = tuple(self._shapes[meta.name])
+        if tuple(array.shape) != meta.shape or meta.shape != shape:
+            raise StrettoError(
+                f"published weight {meta.name!r} has shape {meta.shape} (data {tuple(array.shape)}), the model "
+                f"{shape}: actor and engine were built from different model configs"
+            )
+
+    def end(self) -> int:
+        """The version. Raises StrettoError when a bucket is missing or doubled, or a parameter got no weights."""
+        if sorted(self._indexes) != list(range(self._count)):
+            raise StrettoError(
+                f"weights of version {self._version}: got buckets {sorted(self._indexes)} of {self._count}"
+            )
+        absent = sorted(self._shapes.keys() - self._seen)
+        if absent:
+            raise StrettoError(
+                f"weights of version {self._version} lack {len(absent)} parameters, the first is {absent[0]!r}"
+            )
+        return self._version
+
+
 @torch.no_grad()
 def load_buckets(model: nn.Module, buckets: Iterable[WeightBucket]) -> int:
     """Copy one published version into the model's parameters, in place (tied ones through the name they have as a
@@ -58,42 +112,12 @@ def load_buckets(model: nn.Module, buckets: Iterable[WeightBucket]) -> int:
     A version holds exactly the parameters that require a gradient: all of a plain model, and of a model with adapters
     those alone, since nothing else of it ever changes.
 
-    Raises StrettoError when buckets of several versions are mixed, a bucket is missing or doubled, a name is unknown, a
-    shape differs, or a parameter got no weights; the model may then hold some of the new weights.
+    Raises StrettoError as ``Arrival`` does; the model may then hold some of the new weights.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    seen: set[str] = set()
-    indexes: list[int] = []
-    version = count = -1
+    arrival = Arrival({name: p.shape for name, p in parameters.items()})
     for bucket in buckets:
-        if not indexes:
-            version, count = bucket.version, bucket.count
-        if (bucket.version, bucket.count) != (version, count):
-            raise StrettoError(
-                f"weights of version {version} ({count} buckets) are mixed with bucket {bucket.index} of version "
-                f"{bucket.version} ({bucket.count} buckets)"
-            )
-        indexes.append(bucket.index)
+        arrival.take(bucket)
         for meta, array in zip(bucket.metas, bucket.data, strict=True):
-            _copy(parameters, meta, array, seen)
-    if sorted(indexes) != list(range(count)):
-        raise StrettoError(f"weights of version {version}: got buckets {sorted(indexes)} of {count}")
-    absent = sorted(parameters.keys() - seen)
-    if absent:
-        raise StrettoError(f"weights of version {version} lack {len(absent)} parameters, the first is {absent[0]!r}")
-    return version
-
-
-def _copy(parameters: dict[str, nn.Parameter], meta: TensorMeta, array: np.ndarray, seen: set[str]) -> None:
-    if meta.name not in parameters:
-        raise StrettoError(f"published weight {meta.name!r} is not a parameter of this model")
-    if meta.shard != (0, 1):
-        raise StrettoError(f"published weight {meta.name!r} is shard {meta.shard}: only whole tensors are supported")
-    parameter = parameters[meta.name]
-    if tuple(array.shape) != meta.shape or meta.shape != tuple(parameter.shape):
-        raise StrettoError(
-            f"published weight {meta.name!r} has shape {meta.shape} (data {tuple(array.shape)}), the model "
-            f"{tuple(parameter.shape)}: actor and engine were built from different model configs"
-        )
-    parameter.copy_(from_host(array, meta.dtype))
-    seen.add(meta.name)
+            parameters[meta.name].copy_(from_host(array, meta.dtype))
+    return arrival.end()
