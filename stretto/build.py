@@ -68,6 +68,9 @@ def engine(config: Config, device: str, replica: int) -> Engine:
     from stretto.models.loading import load_family, load_model
     from stretto.rollout.hf import HfEngine
 
+    if config.rollout.engine == "vllm":
+        return _vllm_engine(config, device)
+
     def model() -> nn.Module:
         loaded = load_model(config.model, config.run.seed, device)
         if config.lora.rank > 0 and config.lora.publish == "adapter":
@@ -75,6 +78,15 @@ def engine(config: Config, device: str, replica: int) -> Engine:
         return loaded
 
     return HfEngine(load_family(config.model), model, device)
+
+
+def _vllm_engine(config: Config, device: str) -> Engine:
+    from stretto.models.loading import load_family, without_weights
+    from stretto.rollout.vllm import VllmEngine
+    from stretto.rollout.vllm_transfer import HostTransfer
+
+    shapes = {name: tuple(p.shape) for name, p in without_weights(config.model).named_parameters()}
+    return VllmEngine(load_family(config.model), config, device, HostTransfer(shapes))
 
 
 def sampling(config: Config) -> Sampling:

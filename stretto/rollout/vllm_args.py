@@ -1,0 +1,97 @@
+"""The arguments that a vLLM engine is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from stretto.config import Config
+from stretto.types import ConfigError
+from stretto.wording import nearest
+
+KV_CACHE_BYTES = 2**30
+SEQUENCES = 256
+IMAGES = 64
+WORKER = "stretto.rollout.vllm_worker.WorkerExtension"
+OURS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "hf_config_path": "model.path",
+    "dtype": "model.dtype",
+    "seed": "run.seed",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "pipeline_parallel_size": "rollout.replicas",
+    "data_parallel_size": "rollout.replicas",
+    "quantization": "",
+    "logprobs_mode": "",
+    "generation_config": "",
+    "override_generation_config": "",
+    "weight_transfer_config": "rollout.weight_transfer",
+    "worker_extension_cls": "",
+    "mm_device_do_normalize": "",
+    "mm_processor_cache_gb": "",
+    "enable_lora": "",
+    "speculative_config": "",
+}
+"""Arguments that a user can not set, with the option that does (empty: none)."""
+
+
+def engine_arguments(config: Config, folder: str, longest: int, device: str, known: Collection[str]) -> dict[str, Any]:
+    """``AsyncEngineArgs`` of one engine: what the rest of Stretto relies on, and defaults that ``rollout.engine_args``
+    may replace.
+
+    ``folder``: of the model. ``longest``: tokens that the model can hold. ``known``: argument names of the
+    installed release.
+
+    Raises:
+        ConfigError: ``rollout.engine_args`` holds one of ours, or one that this release does not know.
+    """
+    asked = config.rollout.engine_args
+    _check(asked, known)
+    most = config.actor.max_tokens_per_microbatch
+    if config.data.max_prompt_tokens:
+        most = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    defaults: dict[str, Any] = {
+        "max_model_len": min(longest, most),
+        "max_num_seqs": SEQUENCES,
+        "limit_mm_per_prompt": {"image": IMAGES, "video": 0},
+        "disable_log_stats": True,
+    }
+    if device == "cpu":
+        defaults |= {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": KV_CACHE_BYTES,
+            "skip_mm_profiling": True,
+            # A seeded request whose prefill is cut by the budget ends a CPU engine (0.32).
+            "enable_chunked_prefill": False,
+        }
+    chosen = defaults | asked
+    if device == "cpu":
+        chosen.setdefault("max_num_batched_tokens", max(8192, chosen["max_model_len"]))
+    ours = {
+        "model": folder,
+        "dtype": config.model.dtype,
+        "seed": config.run.seed,
+        "tensor_parallel_size": config.rollout.tensor_parallel,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # its own defaults, not the model's
+        "worker_extension_cls": WORKER,
+        "mm_device_do_normalize": False,  # pixels come normalised; 0.26 has no such argument
+        "mm_processor_cache_gb": 0,  # nothing is processed there
+    }
+    return chosen | {name: value for name, value in ours.items() if name in known}
+
+
+def _check(asked: Mapping[str, Any], known: Collection[str]) -> None:
+    problems = []
+    for name in asked:
+        if name in OURS:
+            remedy = f"set {OURS[name]}" if OURS[name] else "leave it out"
+            problems.append(f"rollout.engine_args.{name}: Stretto sets it itself; {remedy}")
+        elif name not in known:
+            problems.append(
+                f"rollout.engine_args.{name}: this vLLM has no such engine argument; did you mean "
+                f"{nearest(name, known)!r}?"
+            )
+    if problems:
+        raise ConfigError(problems)

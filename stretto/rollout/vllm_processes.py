@@ -1,0 +1,76 @@
+"""vLLM's processes below an engine: calls that fail when one of them ends, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import psutil
+
+from stretto.rollout.engine import EngineLost
+
+WATCH_S = 0.3
+"""Between two looks at the processes. vLLM tells of a core that died, but a call waits forever for a worker that ended
+while it was idle."""
+
+T = TypeVar("T")
+
+
+class Processes:
+    """To be made on the event loop that its calls are awaited on."""
+
+    def __init__(self, processes: Sequence[psutil.Process]):
+        self._processes = processes
+        self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while not self._gone.done():
+            for process in self._processes:
+                if not _lives(process):
+                    self._end(f"vLLM's process {process.pid} has ended; what it wrote last says why")
+            await asyncio.sleep(WATCH_S)
+
+    def _end(self, why: str) -> None:
+        if not self._gone.done():
+            self._gone.set_result(why)
+
+    async def alive(self, call: Awaitable[T]) -> T:
+        """What ``call`` returns or raises; cancelling this cancels it.
+
+        Raises:
+            EngineLost: a process has ended before the call did.
+        """
+        task = asyncio.ensure_future(call)
+        try:
+            both: set[asyncio.Future[Any]] = {task, self._gone}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
+        if self._gone.done() and (task.cancelled() or task.exception() is not None):
+            raise EngineLost(self._gone.result())
+        return task.result()
+
+    def kill(self) -> None:
+        """Calls that run fail."""
+        self._end("it was ended")
+        for process in self._processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    async def end(self, limit_s: float) -> None:
+        """Kill them, and wait until they are gone."""
+        self.kill()
+        await asyncio.to_thread(psutil.wait_procs, self._processes, limit_s)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

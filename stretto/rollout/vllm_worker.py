@@ -1,0 +1,102 @@
+"""What runs in vLLM's worker processes: the workers' half of a host transfer, and what they say of their weights.
+
+vLLM loads it by name (``worker_extension_cls``) before it builds a model. Importing it registers the transfer.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from stretto.models.loading import DTYPES
+from stretto.rollout import vllm_held
+from stretto.rollout.vllm_transfer import HostTransfer
+
+
+@dataclass
+class HostInit(WeightTransferInitInfo):
+    """Nothing is to be agreed on."""
+
+
+@dataclass
+class HostUpdate(WeightTransferUpdateInfo):
+    """One bucket: the file that it lies in with its size in bytes, and name, dtype, shape and offset of each tensor."""
+
+    path: str
+    size: int
+    tensors: list[tuple[str, str, list[int], int]]
+
+
+class HostWeights(WeightTransferEngine[HostInit, HostUpdate]):
+    """Takes buckets out of a segment of host memory.
+
+    vLLM keeps what it is given until a layer is complete, which may take several buckets, and the segment is used
+    again for the next one: hence the copies.
+    """
+
+    init_info_cls = HostInit
+    update_info_cls = HostUpdate
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._segment: tuple[str, int, mmap.mmap] | None = None
+
+    def init_transfer_engine(self, init_info: HostInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def receive_weights(self, update_info: HostUpdate) -> None:
+        segment = self._open(update_info)
+        self.model.load_weights((name, self._tensor(segment, *place)) for name, *place in update_info.tensors)
+
+    def _tensor(self, segment: mmap.mmap, dtype: Any, shape: Any, offset: Any) -> Tensor:
+        count = torch.Size(shape).numel()
+        flat = torch.frombuffer(segment, dtype=DTYPES[dtype], count=count, offset=offset)
+        return flat.to(self.device, copy=True).reshape(shape)
+
+    def _open(self, update: HostUpdate) -> mmap.mmap:
+        if self._segment is None or self._segment[:2] != (update.path, update.size):
+            with open(update.path, "r+b") as file:
+                self._segment = (update.path, update.size, mmap.mmap(file.fileno(), update.size))
+        return self._segment[2]
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        vllm_held.renew_packed_heads(self.model)
+
+    def shutdown(self) -> None:
+        self._segment = None
+
+
+WeightTransferEngineFactory.register_engine(HostTransfer.backend, HostWeights)
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its workers; the engine calls them by name."""
+
+    model_runner: Any
+
+    def stretto_differing(self, sampled: list[list[Any]]) -> list[str]:
+        """Names of those tensors of a sample (``weight_sample.Sampled``, as lists of its fields) that this worker
+        holds other values of, with what differs.
+        """
+        model = self.model_runner.get_model()
+        return [text for fields in sampled if (text := vllm_held.difference(model, *fields))]
