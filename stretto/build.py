@@ -9,12 +9,13 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.config import Config
 from stretto.observe.trace import Tracer
-from stretto.types import StrettoError
+from stretto.types import ConfigError, StrettoError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,6 +65,8 @@ def engine(config: Config, device: str, replica: int) -> Engine:
         from stretto.rollout.replay import ReplayEngine
 
         return ReplayEngine(Recording(config.seams.replay), paced=config.seams.replay_timing == "recorded")
+    if config.rollout.engine == "http":
+        return _http_engine(config, replica)
     from stretto.models import lora
     from stretto.models.loading import load_family, load_model
     from stretto.rollout.hf import HfEngine
@@ -87,6 +90,32 @@ def _vllm_engine(config: Config, device: str) -> Engine:
 
     shapes = {name: tuple(p.shape) for name, p in without_weights(config.model).named_parameters()}
     return VllmEngine(load_family(config.model), config, device, HostTransfer(shapes))
+
+
+def _http_engine(config: Config, replica: int) -> Engine:
+    problems: list[str] = []
+    if find_spec("httpx2") is None:
+        problems.append("rollout.engine = \"http\" needs httpx2, which is not installed; pip install 'stretto[http]'")
+    if replica >= len(config.rollout.servers):
+        problems.append(
+            f"rollout.servers names {len(config.rollout.servers)} server(s) for rollout.replicas = "
+            f"{config.rollout.replicas}; name one for each"
+        )
+    if config.lora.rank > 0 and config.lora.publish == "adapter":
+        problems.append('rollout.engine = "http" takes whole weights: set lora.publish = "merged"')
+    if problems:
+        raise ConfigError(problems)
+    from stretto.models.loading import load_family, without_weights
+    from stretto.rollout.http import HttpEngine
+
+    return HttpEngine(
+        load_family(config.model),
+        config.rollout.servers[replica],
+        shapes=cache(lambda: {n: tuple(p.shape) for n, p in without_weights(config.model).named_parameters()}),
+        folder=Path(config.run.dir).absolute() / "http-weights",
+        samples=config.rollout.n_samples_per_prompt,
+        timeout_s=config.rollout.engine_timeout_s,
+    )
 
 
 def sampling(config: Config) -> Sampling:

@@ -77,7 +77,7 @@ WITHIN_BASE = {
     "settings": {"checks", "config", "controls", "problems", "types", "wording"},
 }
 # Modules that implement a seam which an option picks. build.py alone imports them; each exception has its reason.
-IMPLEMENTATIONS = {"stretto.rollout.hf", "stretto.plane.ray_plane", "stretto.data.pool"}
+IMPLEMENTATIONS = {"stretto.rollout.hf", "stretto.rollout.http", "stretto.plane.ray_plane", "stretto.data.pool"}
 EXCEPTIONS = {
     ("stretto.sft", "stretto.rollout.hf"): "validates with the very module that it trains, whatever engine a run uses",
     ("stretto.cluster", "stretto.plane.ray_plane"): "owns the ledger's process",
