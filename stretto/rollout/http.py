@@ -76,6 +76,8 @@ class HttpEngine:
         self._tag = f"stretto-{secrets.token_hex(4)}"
         """The name of the weights in use, never used before; of those it was started with, before the first update."""
         self._tells_tags = False
+        self._alike: set[str] = set()
+        """Weights that the server holds as they are published, by its names; found at the first update."""
         self._started_at: str | None = None
         self._weights: WeightFolder | None = None
         self._facts: wire.Facts | None = None
@@ -213,28 +215,36 @@ class HttpEngine:
         await self.client.post("/reset_encoder_cache")
 
     async def _compare(self, weights: Weights) -> None:
-        """Weights as the server's workers hold them, with those that were published, as far as it holds them alike.
+        """Weights as the server's workers hold them, with those that were published.
 
-        Raises StrettoError where they differ.
+        Which of them it holds as they are depends on the device and on its kernels. So norms must be alike, and so must
+        all others that were alike after the first update.
+
+        Raises StrettoError where one differs.
         """
         assert self._facts is not None
-        names = wire.compared_weights([meta.name for bucket in weights for meta in bucket.metas])
         dtype = getattr(torch, self._facts.dtype)
         try:
-            held = (await self.client.post("/weight_checker", {"action": "checksum"}))["checksums"]
+            answer, ours = await asyncio.gather(
+                self.client.post("/weight_checker", {"action": "checksum"}),
+                asyncio.to_thread(digests, weights, dtype),
+            )
         except Refused as error:
             if error.status == 404:  # as that of 0.26: what arrived is not known
                 return
             raise
-        ours = await asyncio.to_thread(lambda: dict(digests(weights, names, dtype)))
-        found = [(name, digest) for name, digest in held.items() if _plain(name) in ours]
-        wrong = sorted(name for name, digest in found if digest != ours[_plain(name)])
-        if wrong or not found:
-            what = f"{len(wrong)} of {len(found)} differ, the first is {wrong[0]!r}" if wrong else "none is known there"
+        given = {wire.weight_name(name): digest for name, digest in ours.items()}
+        held = {name: digest for name, digest in answer["checksums"].items() if _plain(name) in given}
+        alike = {name for name, digest in held.items() if digest == given[_plain(name)]}
+        must = self._alike or {name for name in held if wire.is_norm(name)}
+        if not must <= alike or not alike:
+            wrong = sorted(must - alike)
+            what = f"{len(wrong)} of {len(must)} differ, the first is {wrong[0]!r}" if wrong else "none is known there"
             raise StrettoError(
                 f"{self.url}: after an update the server holds other weights than it was given ({what}); is it the "
                 "same model as the trainer's?"
             )
+        self._alike = self._alike or alike
 
     async def _server_start(self) -> str | None:
         """When its process was started, as it reports it; None where it does not."""

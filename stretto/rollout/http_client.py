@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -50,15 +51,13 @@ class HttpClient:
     calls that are under way at once; others wait for their turn.
     """
 
-    def __init__(
-        self, url: str, *, timeout_s: float, connections: int = 64, waits_s: tuple[float, ...] = RETRY_WAITS_S
-    ):
+    def __init__(self, url: str, *, timeout_s: float, connections: int = 256):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise StrettoError(f"rollout.servers: {url!r} is no base URL; give one such as http://10.0.0.5:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
+        self._tls: ssl.SSLContext | bool = ssl.create_default_context() if parts.scheme == "https" else False
         self._timeout_s = timeout_s
-        self._waits_s = waits_s
         self._connections = connections
         self._pool: httpx.AsyncClient | None = None
 
@@ -95,7 +94,7 @@ class HttpClient:
             raise EngineLost(f"{told}, but its answer is not JSON: {_message(answer)}") from None
 
     async def _answer(self, method: str, path: str, content: bytes | None, timeout_s: float | None) -> httpx.Response:
-        waits = [*self._waits_s]
+        waits = [*RETRY_WAITS_S]
         while True:
             try:
                 answer = await self._send(method, path, content, timeout_s)
@@ -111,11 +110,14 @@ class HttpClient:
     async def _send(self, method: str, path: str, content: bytes | None, timeout_s: float | None) -> httpx.Response:
         if self._pool is None:
             limits = httpx.Limits(max_connections=self._connections, max_keepalive_connections=self._connections)
-            # A proxy of the environment is for the world outside, not for the machine beside this one.
-            self._pool = httpx.AsyncClient(limits=limits, trust_env=False)
+            self._pool = self._client(limits=limits)
         timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=CONNECT_S, pool=None)
         headers = {"content-type": "application/json"} if content is not None else {}
         return await self._pool.request(method, self.url + path, content=content, headers=headers, timeout=timeout)
+
+    def _client(self, **options: Any) -> httpx.AsyncClient:
+        # A proxy of the environment is for the world outside, not for the machine beside this one.
+        return httpx.AsyncClient(verify=self._tls, trust_env=False, **options)
 
     def _check(self, method: str, path: str, answer: httpx.Response) -> None:
         told = f"{method} {self.url}{path}: HTTP {answer.status_code}"
@@ -127,7 +129,7 @@ class HttpClient:
     async def health(self) -> str:
         """Empty where the server says that it is well, else what is wrong. Asked once, on a connection of its own."""
         try:
-            async with httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(HEALTH_S, connect=CONNECT_S)) as once:
+            async with self._client(timeout=httpx.Timeout(HEALTH_S, connect=CONNECT_S)) as once:
                 answer = await once.get(f"{self.url}/health")
         except httpx.TransportError as error:
             return f"GET {self.url}/health: {_reason(error)}"

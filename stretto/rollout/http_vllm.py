@@ -263,14 +263,16 @@ def _scored(entry: Mapping[str, Any]) -> tuple[int, float]:
     return int(token), float(logprob) if given and logprob is not None else math.nan
 
 
-def compared_weights(names: Sequence[str]) -> dict[str, str]:
-    """Published names -> vLLM's, of the weights that it holds as they were published, whole, on each of its workers:
-    those of norms. Others it fuses, pads, packs or splits.
+def weight_name(published: str) -> str:
+    """vLLM's name of a published weight, where it holds it unfused."""
+    for old, new in (("model.visual.", "visual."), ("model.language_model.", "language_model.model.")):
+        if published.startswith(old):
+            return new + published.removeprefix(old)
+    return f"language_model.{published}"
+
+
+def is_norm(name: str) -> bool:
+    """Whether it is a weight of a norm: those vLLM holds as they were published, on each of its workers. Others it may
+    fuse, pad, pack or split.
     """
-    renamed = {"model.visual.": "visual.", "model.language_model.": "language_model.model."}
-    return {
-        name: new + name.removeprefix(old)
-        for name in names
-        for old, new in renamed.items()
-        if name.startswith(old) and "norm" in name.split(".")[-2]
-    }
+    return "norm" in name.split(".")[-2]

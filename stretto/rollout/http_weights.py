@@ -19,7 +19,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,10 +43,12 @@ class WeightFolder:
             parent.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(parent)
             self.path = parent / secrets.token_hex(4)
-            self.path.mkdir()
-            self._lock: int | None = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR)
+            part = self.path.with_suffix(".part")  # until it is locked, for another that starts at the same moment
+            part.mkdir()
+            self._lock: int | None = os.open(part / "lock", os.O_CREAT | os.O_RDWR)
             with suppress(OSError):  # of a file system without locks: others then leave this folder alone
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.rename(self.path)
         except OSError as error:
             raise StrettoError(
                 f"run.dir: {parent} cannot be written ({error.strerror}); servers read new weights there"
@@ -96,6 +98,8 @@ class WeightFolder:
 
 def _remove_abandoned(parent: Path) -> None:
     for lock in parent.glob("*/lock"):
+        if lock.parent.suffix:
+            continue
         with suppress(OSError):  # it is held, or was just removed
             held = os.open(lock, os.O_RDWR)
             try:
@@ -125,10 +129,11 @@ def check_whole(buckets: Sequence[WeightBucket], shapes: Mapping[str, tuple[int,
         )
 
 
-def digests(buckets: Sequence[WeightBucket], names: Mapping[str, str], dtype: torch.dtype) -> Iterator[tuple[str, str]]:
-    """SHA-256 of the bytes of tensors as a server of ``dtype`` holds them. ``names``: published name -> server's."""
+def digests(buckets: Sequence[WeightBucket], dtype: torch.dtype) -> dict[str, str]:
+    """SHA-256 of the bytes of each tensor as a server of ``dtype`` would hold it, by its published name."""
+    found: dict[str, str] = {}
     for bucket in buckets:
         for meta, array in zip(bucket.metas, bucket.data, strict=True):
-            if meta.name in names:
-                held = from_host(array, meta.dtype).to(dtype).contiguous().view(-1).view(torch.uint8)
-                yield names[meta.name], hashlib.sha256(held.numpy().data).hexdigest()
+            held = from_host(array, meta.dtype).to(dtype).contiguous().view(-1).view(torch.uint8)
+            found[meta.name] = hashlib.sha256(held.numpy().data).hexdigest()
+    return found
