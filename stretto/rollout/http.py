@@ -92,6 +92,13 @@ class HttpEngine:
 
     async def start(self) -> Mapping[str, Any]:
         """Raises StrettoError where the server, as it was started, would give wrong tokens, log-probs or weights."""
+        try:
+            return await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> Mapping[str, Any]:
         await self.client.healthy_within(self._start_s)
         self._weights = await asyncio.to_thread(WeightFolder, self._parent)
         facts = self._facts = await self._read_facts()
@@ -120,11 +127,14 @@ class HttpEngine:
         return True
 
     async def _read_facts(self) -> wire.Facts:
-        version = str((await self._told("/version", "is this a vLLM server?"))["version"])
+        version = str(
+            (await self._told("/version", "is this a vLLM server? Those of SGLang are not supported"))["version"]
+        )
         dev = "set VLLM_SERVER_DEV_MODE=1 in its environment (keep its port from strangers: docs/http-engines.md)"
         info = await self._told("/server_info?config_format=json", dev)
         await self._told("/is_paused", dev)
-        return wire.read_facts(self.url, version, info, tied=bool(self.family.config.tie_word_embeddings))
+        tied = bool(self.family.config.tie_word_embeddings)
+        return wire.read_facts(self.url, version, info, tied=tied, suppressed=len(self._suppressed))
 
     async def _told(self, path: str, remedy: str) -> Any:
         try:
@@ -275,8 +285,8 @@ class HttpEngine:
     async def _group(self, request: GroupRequest, sampling: Sampling) -> list[Response]:
         prompt = request.prompt
         keys = [sample_key(sampling.seed, request.partition, request.group, i) for i in range(sampling.n)]
-        bodies = await asyncio.to_thread(
-            lambda: wire.request_bodies(
+        parts = await asyncio.to_thread(
+            lambda: wire.request_parts(
                 prompt,
                 wire.features(prompt, self.family.config.image_token_id, self.family.merge_size, self._tag),
                 [key & (2**63 - 1) for key in keys],
@@ -286,7 +296,7 @@ class HttpEngine:
                 tag=self._tag,
             )
         )
-        answers = await _all(self.client.post(wire.GENERATE, body) for body in bodies)
+        answers = await _all(self.client.post(wire.GENERATE, part) for part in parts)
         return [self._response(wire.read_answer(self.url, a, prompt.prompt_ids), sampling) for a in answers]
 
     def _response(self, answer: wire.Answer, sampling: Sampling) -> Response:

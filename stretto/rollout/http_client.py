@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,10 +38,14 @@ HEALTH_FAILURES = 3
 LONGEST_MESSAGE = 1000
 
 
+Body = Mapping[str, Any] | tuple[bytes, ...] | None
+"""JSON: what to encode, or parts that are it when put together, which many requests may share."""
+
+
 class Refused(StrettoError):
     """The server understood a request and refused it, with HTTP ``status``."""
 
-    def __init__(self, message: str, status: int):
+    def __init__(self, message: str, status: int = 0):  # a default, since it is pickled by its message alone
         super().__init__(message)
         self.status = status
 
@@ -61,30 +65,26 @@ class HttpClient:
         self._connections = connections
         self._pool: httpx.AsyncClient | None = None
 
-    async def get(self, path: str, timeout_s: float | None = None) -> Any:
-        return await self.call("GET", path, timeout_s=timeout_s)
-
     async def text(self, path: str) -> str:
-        """The answer as it is. Raises as ``call``."""
-        return (await self._answer("GET", path, None, None)).text
+        """The answer as it is. Raises as ``get``."""
+        return (await self._answer("GET", path, ())).text
 
-    async def post(
-        self, path: str, body: bytes | Mapping[str, Any] | None = None, timeout_s: float | None = None
-    ) -> Any:
-        """``body``: JSON, encoded already or a mapping to encode."""
-        return await self.call("POST", path, body, timeout_s)
-
-    async def call(
-        self, method: str, path: str, body: bytes | Mapping[str, Any] | None = None, timeout_s: float | None = None
-    ) -> Any:
+    async def get(self, path: str) -> Any:
         """The JSON of the answer; None where it has none.
 
         Raises:
             Refused: the server did.
             EngineLost: there is no server, it failed, or it stays busy.
         """
-        content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-        answer = await self._answer(method, path, content, timeout_s)
+        return await self._call("GET", path, None)
+
+    async def post(self, path: str, body: Body = None) -> Any:
+        """As ``get``."""
+        return await self._call("POST", path, body)
+
+    async def _call(self, method: str, path: str, body: Body) -> Any:
+        parts = body if isinstance(body, tuple) else () if body is None else (json.dumps(body).encode(),)
+        answer = await self._answer(method, path, parts)
         if not answer.content:
             return None
         try:
@@ -93,11 +93,11 @@ class HttpClient:
             told = f"{method} {self.url}{path}: HTTP {answer.status_code}"
             raise EngineLost(f"{told}, but its answer is not JSON: {_message(answer)}") from None
 
-    async def _answer(self, method: str, path: str, content: bytes | None, timeout_s: float | None) -> httpx.Response:
+    async def _answer(self, method: str, path: str, parts: tuple[bytes, ...]) -> httpx.Response:
         waits = [*RETRY_WAITS_S]
         while True:
             try:
-                answer = await self._send(method, path, content, timeout_s)
+                answer = await self._send(method, path, parts)
             except httpx.TransportError as error:
                 if isinstance(error, httpx.ReadTimeout) or not waits:
                     raise EngineLost(f"{method} {self.url}{path}: {_reason(error)}") from None
@@ -107,13 +107,15 @@ class HttpClient:
                     return answer
             await asyncio.sleep(waits.pop(0))
 
-    async def _send(self, method: str, path: str, content: bytes | None, timeout_s: float | None) -> httpx.Response:
+    async def _send(self, method: str, path: str, parts: tuple[bytes, ...]) -> httpx.Response:
         if self._pool is None:
             limits = httpx.Limits(max_connections=self._connections, max_keepalive_connections=self._connections)
             self._pool = self._client(limits=limits)
-        timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=CONNECT_S, pool=None)
-        headers = {"content-type": "application/json"} if content is not None else {}
-        return await self._pool.request(method, self.url + path, content=content, headers=headers, timeout=timeout)
+        timeout = httpx.Timeout(self._timeout_s, connect=CONNECT_S, pool=None)
+        if not parts:
+            return await self._pool.request(method, self.url + path, timeout=timeout)
+        headers = {"content-type": "application/json", "content-length": str(sum(map(len, parts)))}
+        return await self._pool.request(method, self.url + path, content=_each(parts), headers=headers, timeout=timeout)
 
     def _client(self, **options: Any) -> httpx.AsyncClient:
         # A proxy of the environment is for the world outside, not for the machine beside this one.
@@ -165,6 +167,11 @@ class HttpClient:
         if pool is not None:
             with suppress(httpx.TransportError, RuntimeError):  # of connections that are broken already
                 await pool.aclose()
+
+
+async def _each(parts: tuple[bytes, ...]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
 
 
 def _reason(error: httpx.TransportError) -> str:

@@ -29,7 +29,7 @@ NOT_GIVEN = -9999.0
 """What stands for a log-prob that the server does not have."""
 SUPPRESS_BIAS = -100.0
 MOST_BIASED = 1024
-"""Ids that the newer model runner takes in ``logit_bias``."""
+"""Ids that the model runner of GPUs takes in ``logit_bias``; more of them end it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ class Facts:
     batch_invariant: bool
 
 
-def read_facts(url: str, version: str, info: Mapping[str, Any], *, tied: bool) -> Facts:
+def read_facts(url: str, version: str, info: Mapping[str, Any], *, tied: bool, suppressed: int) -> Facts:
     """Of what ``/version`` and ``/server_info?config_format=json`` say. ``tied``: the model's head shares its weight
-    with the embeddings.
+    with the embeddings. ``suppressed``: ids that no response may hold.
 
     Raises:
         StrettoError: rollouts of this server could not be trained; every reason, with the flag to set.
@@ -83,6 +83,11 @@ def read_facts(url: str, version: str, info: Mapping[str, Any], *, tied: bool) -
         wrong.append("it would normalise pixels that are normalised already; set --no-mm-device-do-normalize")
     if model.get("quantization"):
         wrong.append(f"its weights are quantized ({model['quantization']}), and new ones are not; leave it out")
+    if device != "cpu" and suppressed > MOST_BIASED:
+        wrong.append(
+            f"{suppressed} ids have to be masked (special ones, and those past the tokenizer's), and it takes "
+            f"{MOST_BIASED}; give the model a vocabulary that is closer to its tokenizer's"
+        )
     if device == "cpu" and chunked:
         wrong.append(
             "on a CPU a seeded request whose prompt is cut by the token budget ends it; set "
@@ -150,7 +155,7 @@ def encode_item(pixels: np.ndarray, grid: np.ndarray) -> str:
     return base64.b64encode(msgpack.packb(item)).decode("ascii")
 
 
-def request_bodies(
+def request_parts(
     prompt: ProcessedPrompt,
     images: Mapping[str, Any] | None,
     seeds: Sequence[int],
@@ -159,8 +164,9 @@ def request_bodies(
     eos_ids: Sequence[int],
     suppressed: Sequence[int],
     tag: str,
-) -> list[bytes]:
-    """A request for each seed. Images, by far the most of it, are encoded once.
+) -> list[tuple[bytes, bytes]]:
+    """A request for each seed, in two parts: the first, which holds images, is by far the larger, and the same object
+    for all.
 
     EOS ids are ours (``ignore_eos`` keeps the server's own out); the server keeps them in the response. ``tag`` salts
     the prefix cache, as it does the hashes of images.
@@ -181,9 +187,8 @@ def request_bodies(
         "stop": list(sampling.stop),
         "detokenize": bool(sampling.stop),
     }
-    return [
-        common[:-1] + b', "sampling_params": ' + json.dumps(params | {"seed": seed}).encode() + b"}" for seed in seeds
-    ]
+    head = common[:-1] + b', "sampling_params": '
+    return [(head, json.dumps(params | {"seed": seed}).encode() + b"}") for seed in seeds]
 
 
 def probe_body(token: int) -> dict[str, Any]:

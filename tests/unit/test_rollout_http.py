@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import hashlib
+import pickle
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import cache
@@ -113,7 +115,7 @@ def test_a_start_says_what_the_server_is(server: StandIn, tmp_path: Path) -> Non
 
 def test_every_option_that_would_spoil_rollouts_is_named_at_once(server: StandIn, tmp_path: Path) -> None:
     server.options |= {"logprobs_mode": "raw_logprobs", "mm_device_do_normalize": True, "device": "cpu"}
-    server.options |= {"quantization": "fp8"}
+    server.options["quantization"] = "fp8"
     with pytest.raises(StrettoError) as caught:
         run(server, tmp_path, nothing)
     for part in (
@@ -125,6 +127,15 @@ def test_every_option_that_would_spoil_rollouts_is_named_at_once(server: StandIn
         "tie_word_embeddings",
     ):
         assert part in str(caught.value)
+
+
+def test_more_masked_ids_than_a_gpus_runner_takes_are_refused(server: StandIn, tmp_path: Path) -> None:
+    family = copy.copy(tiny.family())
+    family.suppressed_V = torch.ones(1200, dtype=torch.bool)
+    engine = HttpEngine(family, server.url, shapes=shapes, folder=tmp_path, samples=2, timeout_s=20)
+    with pytest.raises(StrettoError, match=r"1200 ids have to be masked .* it takes 1024"):
+        asyncio.run(engine.start())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_probe_finds_raw_logprobs_whatever_the_options_say(server: StandIn, tmp_path: Path) -> None:
@@ -162,6 +173,11 @@ def test_no_server_is_a_lost_engine_that_names_it(tmp_path: Path) -> None:
     server.close()
     with pytest.raises(EngineLost, match=rf"GET {server.url}/health: .*asked for 0.2 s"):
         run(server, tmp_path, nothing)
+
+
+def test_a_refusal_survives_the_way_to_another_process() -> None:
+    error = pickle.loads(pickle.dumps(http_client.Refused("GET x: HTTP 404: no", 404)))
+    assert (str(error), error.status) == ("GET x: HTTP 404: no", 404)
 
 
 def test_an_unfit_url_is_refused() -> None:
