@@ -93,15 +93,18 @@ class VllmEngine:
         return engine_arguments(self.config, model.path or folder, longest, self.device, known)
 
     def kill(self) -> None:
-        if self._processes is not None:
-            self._processes.kill()
         self._transfer.close()
+        if self._processes is not None:
+            vllm_compat.expect_end(self._llm)
+            self._processes.kill()
 
     async def close(self) -> None:
-        """vLLM would take five seconds, and nothing of an engine is worth them."""
-        self._transfer.close()
+        """vLLM by itself would take five seconds, and nothing of an engine is worth them."""
+        self.kill()
         if self._processes is not None:
-            await self._processes.end(CLOSE_S)
+            await self._processes.wait(CLOSE_S)
+            self._processes, llm, self._llm = None, self._llm, None
+            await asyncio.to_thread(llm.shutdown, 0)
 
     # Weights -------------------------------------------------------------------------------------------------------
 
@@ -167,10 +170,10 @@ class VllmEngine:
 
     async def _sample(self, request: GroupRequest, prompt: Any, sampling: Sampling, index: int) -> Response:
         key = sample_key(sampling.seed, request.partition, request.group, index)
-        params = sampling_params(sampling, key, self.family.eos_ids, self._suppressed)
         name = str(next(self._names))
         spans = self._spans[name] = Spans(self._version)
         try:
+            params = sampling_params(sampling, key, self.family.eos_ids, self._suppressed)
             async for output in self._llm.generate(prompt, params, name):
                 last = output
         except Exception as error:

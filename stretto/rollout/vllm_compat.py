@@ -69,9 +69,10 @@ def start(arguments: Mapping[str, Any], backend: str) -> Any:
 
 
 async def warm_up(llm: Any) -> None:
-    """What vLLM asks its core once and keeps. Afterwards a request is known to ``Progress`` as soon as it is made."""
+    """What vLLM leaves to the first request. Afterwards one is known to ``Progress`` as soon as it is made."""
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+    llm._run_output_handler()
     await llm.get_supported_tasks()
     await llm.init_weight_transfer_engine(WeightTransferInitRequest())
 
@@ -80,6 +81,13 @@ async def update_weights(llm: Any, update: Mapping[str, Any]) -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     await llm.update_weights(WeightTransferUpdateRequest(update_info=dict(update)))
+
+
+def expect_end(llm: Any) -> None:
+    """Its processes are about to be ended: not a word of alarm about it."""
+    llm.engine_core.resources.engine_dead = True
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
 
 
 def is_refusal(error: Exception) -> bool:
@@ -123,6 +131,7 @@ class Progress:
     """
 
     def __init__(self, llm: Any):
+        self._llm = llm
         self._states = llm.output_processor
         self._queue = llm.engine_core.outputs_queue
         self._get = llm.engine_core.get_output_async
@@ -138,6 +147,8 @@ class Progress:
     async def tokens(self, requests: Iterable[str]) -> dict[str, int]:
         """Of those ``requests`` that have not ended, by our ids. To be asked while generation is paused."""
         while self._queue.qsize() or not self._asking.is_set():
+            if self._llm.errored:
+                raise self._llm.dead_error
             await asyncio.sleep(0.001)
         counts = {}
         for request in requests:

@@ -63,9 +63,8 @@ class Processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    async def end(self, limit_s: float) -> None:
-        """Kill them, and wait until they are gone."""
-        self.kill()
+    async def wait(self, limit_s: float) -> None:
+        """Until they are gone."""
         await asyncio.to_thread(psutil.wait_procs, self._processes, limit_s)
 
 

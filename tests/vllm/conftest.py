@@ -1,0 +1,34 @@
+"""Engines that the tests of this folder share. They need vLLM: `make test-vllm` has an environment for them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; run `make test-vllm`")
+
+from vllm_case import Served, config
+
+
+@pytest.fixture(scope="session")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
+    """``started(engine, tied=…, seed=…)``: an engine of that kind with random weights by ``seed``, one for all tests:
+    a start takes vLLM most of the time that there is. Whoever ends one closes it.
+    """
+    made: dict[tuple, Served] = {}
+
+    def get(engine: str, *, tied: bool = True, seed: int = 0) -> Served:
+        key = (engine, tied, seed)
+        if key not in made or made[key].closed:
+            made[key] = Served(config(tmp_path_factory.mktemp("run"), engine, tied, seed))
+        return made[key]
+
+    yield get
+    for served in made.values():
+        served.close()
