@@ -72,8 +72,8 @@ def test_loss_and_gradient_are_the_same_in_every_split(aggregation):
         assert metrics["loss"] == pytest.approx(reference["loss"], abs=1e-6)
         assert metrics["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
         assert metrics["entropy"] == pytest.approx(reference["entropy"], rel=1e-6)
-        for name, g in found.items():
-            torch.testing.assert_close(g / scale, expected[name] / scale, rtol=0, atol=2e-6)
+        for name, g in found.items():  # sums in another order: 3e-6 on one make of CPU, less on others
+            torch.testing.assert_close(g / scale, expected[name] / scale, rtol=0, atol=1e-5)
 
 
 def test_gradient_checkpointing_changes_no_gradient():
