@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ def marked_rows(source: str) -> set[str]:
     }
 
 
+@functools.cache
 def marked() -> dict[str, list[str]]:
     """Row -> the test files that are marked with it."""
     found: dict[str, list[str]] = {}
