@@ -128,6 +128,26 @@ def ray_on_loopback() -> Iterator[None]:
 
 
 @contextmanager
+def ray_without_onlookers() -> Iterator[None]:
+    """Inside, ``ray.init`` starts a Ray without its autoscaler, its log monitor and its dashboard: three processes of
+    Python that nothing here asks anything (one node, logs read from their files), and for whose start it would wait.
+
+    Ray 2.60 starts the dashboard's process whatever ``include_dashboard`` says.
+
+    Remove once ``ray.init`` has options for these.
+    """
+    from ray._private import node, parameter
+
+    before = parameter.RayParams, node.Node.start_api_server
+    parameter.RayParams = functools.partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
+    node.Node.start_api_server = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        parameter.RayParams, node.Node.start_api_server = before
+
+
+@contextmanager
 def ray_as_a_guest(undisturbed: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Inside, ``ray.init`` leaves the signal handlers of this process and its terminal alone.
 

@@ -61,7 +61,7 @@ class EmbeddedRay:
         self._guard_pipe = _guarded(self._folder)
         threading.Thread(target=self._watch_start, name="ray-start", daemon=True).start()
         try:
-            with compat.ray_on_loopback(), compat.ray_as_a_guest(STOPS.put_off):
+            with compat.ray_on_loopback(), compat.ray_without_onlookers(), compat.ray_as_a_guest(STOPS.put_off):
                 ray.init(
                     address="local",  # never RAY_ADDRESS, nor a Ray that runs on this machine
                     num_cpus=cpus,

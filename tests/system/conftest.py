@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.compat import ray_on_loopback
+from stretto.compat import ray_on_loopback, ray_without_onlookers
 
 # Small cases (plane_case, tiny, …) serve the unit and the system tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -23,7 +23,7 @@ def ray_session() -> Iterator[None]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import ray
 
-    with ray_on_loopback():
+    with ray_on_loopback(), ray_without_onlookers():
         ray.init(
             num_cpus=8,
             include_dashboard=False,

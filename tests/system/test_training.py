@@ -163,6 +163,8 @@ def test_ctrl_c_ends_within_ten_seconds_says_what_is_lost_and_can_be_resumed(mar
     process = running.start(recipe)
     running.wait_for(process, "update 3/40")
     assert len(processes_of(marked)) > 4
+    for needless in ("dashboard/dashboard.py", "monitor.py"):
+        assert not that_run(needless, processes_of(marked))
     assert listening(processes_of(marked)) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     pressed = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
