@@ -9,6 +9,8 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# Hundreds of processes import the package: without its bytecode on disk, each of them compiles it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 for _name in [name for name in os.environ if name.startswith("STRETTO_")]:
     del os.environ[_name]
 
