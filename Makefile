@@ -40,7 +40,8 @@ bench: venv ## measure what each switch is worth on two cores, and report it: ab
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash recipes/bench.sh
 
 test: check ## everything that CI checks: static checks, unit and system tests
-	@$(BIN)/python -m pytest tests/unit tests/system
+	@status=0; $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit || status=1; \
+	$(BIN)/python -m pytest tests/system || status=1; exit $$status
 
 test-long: venv ## the matrices and the runs over many seeds
 	@$(BIN)/python -m pytest -m "long and not gpu" --timeout 3600

@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import data_case
@@ -454,7 +454,7 @@ def test_descriptors_and_mappings_stay_as_many_as_they_were() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_worker_and_no_shared_memory_outlives_its_parent(how: signal.Signals, tmp_path: Path) -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = set(os.listdir("/dev/shm"))
     jobs = f"[prompt(0, 'hang {tmp_path}/0', [picture(0, 512, 512)]), prompt(1, 'hang {tmp_path}/1')]"
     parent = subprocess.Popen(
         [sys.executable, "-c", script(f"await outcomes(pool, {jobs})")],
@@ -472,7 +472,17 @@ def test_no_worker_and_no_shared_memory_outlives_its_parent(how: signal.Signals,
         parent.kill()
     assert output == "script runs\n" and parent.returncode != 0
     assert psutil.wait_procs(children, timeout=5)[1] == []
-    assert sorted(os.listdir("/dev/shm")) == before
+    wait_for(lambda: not held_by_nobody(set(os.listdir("/dev/shm")) - before), 5)
+
+
+def held_by_nobody(names: set[str]) -> set[str]:
+    """Files of /dev/shm that are there, and that no process has open or mapped: others that run beside hold theirs."""
+    held = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            held |= {line.split()[5] for line in (process / "maps").read_text().splitlines() if "/dev/shm/" in line}
+            held |= {os.readlink(descriptor) for descriptor in (process / "fd").iterdir()}
+    return {name for name in names if f"/dev/shm/{name}" not in held and Path("/dev/shm", name).exists()}
 
 
 def test_a_parent_that_ends_without_closing_ends_its_workers() -> None:
