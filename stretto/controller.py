@@ -14,6 +14,7 @@ from stretto.actor.checkpoint import Found, read_published
 from stretto.cluster import Cluster, WeightStore
 from stretto.config import Config
 from stretto.data.source import Source
+from stretto.gap_alarm import GapAlarm
 from stretto.observe.manifest import Manifest, Status
 from stretto.observe.perfetto import write_trace
 from stretto.observe.progress import Progress
@@ -198,12 +199,13 @@ def open_run(
                 data=data,
                 first_update=first,
             )
+        alarm = GapAlarm(config, lambda told: manifest.add(alarms=told))
         try:
             progress.note(conditions.told(config, sources))
             progress.note("starting Ray, the data plane, the actor and the rollout engine")
             with (
                 Cluster(config, place, progress.note) as cluster,
-                closing(Records(run_dir, first, progress, config.updates_per_partition)) as records,
+                closing(Records(run_dir, first, progress, config.updates_per_partition, alarm)) as records,
             ):
                 run = Run(config, cluster, source, records, first)
                 facts = cluster.start()

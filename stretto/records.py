@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.actor.evidence import Evidence
+from stretto.gap_alarm import GapAlarm
 from stretto.observe.lineage import UpdateLines, read_lines
 from stretto.observe.metrics import FingerprintWriter, MetricsWriter, plain_line, read_metrics
 from stretto.observe.progress import Progress, StepReport
@@ -90,8 +91,16 @@ class Records:
     work and moves aside. ``tokens`` and ``training_s``, the seconds of all updates, are those of this session.
     """
 
-    def __init__(self, run_dir: Path, first: int, progress: Progress, updates_per_partition: int = 1):
+    def __init__(
+        self,
+        run_dir: Path,
+        first: int,
+        progress: Progress,
+        updates_per_partition: int = 1,
+        gap_alarm: GapAlarm | None = None,
+    ):
         self._progress = progress
+        self._gap_alarm = gap_alarm
         self._per = updates_per_partition
         self._run_dir = run_dir
         with writing(run_dir):
@@ -172,6 +181,7 @@ class Records:
         self._say_if_without_signal(step.k, metrics)
         self._say_if_skipped(step.k, metrics)
         self._say_if_replaced(step.k, metrics)
+        self._say_if_apart(step.k, metrics)
         self._progress.step(
             StepReport(
                 update=(step.k + 1) * self._per - 1,
@@ -215,6 +225,14 @@ class Records:
         if restarts > self._replaced:
             self.note(f"a processor worker ended and was replaced ({restarts} so far), before update {k + 1}")
         self._replaced = restarts
+
+    def _say_if_apart(self, k: int, metrics: Mapping[str, float]) -> None:
+        """At the first gap beyond ``rollout.logprob_gap_alarm``, and at any of twice what was said before."""
+        if self._gap_alarm is not None and "rollout_gap_mean" in metrics:
+            with writing(self._run_dir):
+                said = self._gap_alarm.look(k, metrics["rollout_gap_mean"])
+            if said:
+                self.note(f"update {(k + 1) * self._per}: {said}")
 
     def close(self) -> None:
         for writer in (self._metrics, self._fingerprints, self._evaluations):

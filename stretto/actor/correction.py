@@ -69,6 +69,7 @@ def correction_statistics(
         "is_weight_max": weights.max() if len(weights) else zero,
         "rollout_kl_k1_sum": -log_ratio.sum(),
         "rollout_kl_k3_sum": ((bounded.exp() - 1 - bounded) * mask).sum(),
+        "rollout_gap_sum": log_ratio.abs().sum(),
         "rollout_gap_max": log_ratio.abs().max() if len(log_ratio) else zero,
     }
     if kind == "tis":

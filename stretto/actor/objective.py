@@ -128,6 +128,7 @@ def step_metrics(stats: StepStats, config: Config) -> dict[str, float]:
         ("ratio_mean", "ratio_sum"),
         ("rollout_kl_k1", "rollout_kl_k1_sum"),
         ("rollout_kl_k3", "rollout_kl_k3_sum"),
+        ("rollout_gap_mean", "rollout_gap_sum"),
     ]
     metrics |= {"ratio_deviation_max": totals["ratio_deviation_max"], "rollout_gap_max": totals["rollout_gap_max"]}
     correction = config.importance_correction

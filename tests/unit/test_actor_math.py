@@ -137,6 +137,7 @@ def test_correction_statistics_by_hand():
     assert stats["is_clipped_sum"] == 1
     assert stats["rollout_kl_k1_sum"] == pytest.approx(-math.log(3) + math.log(2), abs=1e-6)
     assert stats["rollout_kl_k3_sum"] == pytest.approx((3 - 1 - math.log(3)) + (0.5 - 1 + math.log(2)), abs=1e-6)
+    assert stats["rollout_gap_sum"] == pytest.approx(math.log(3) + math.log(2))
     assert stats["rollout_gap_max"] == pytest.approx(math.log(3))
     assert effective_sample_share(3.5, 5.25, 3) == pytest.approx(3.5**2 / 5.25 / 3)
     assert effective_sample_share(5.0, 5.0, 5) == 1.0

@@ -49,6 +49,7 @@ TOP = {
     "run_data",
     "evaluate",
     "export",
+    "gap_alarm",
     "guard",
     "loop",
     "machine",
