@@ -14,6 +14,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.complete
 VLLM_STAMP := .venv-vllm/.complete
+# System tests that measure no time: they run beside the unit tests, on the core that a run leaves idle.
+BESIDE := $(addprefix tests/system/test_,switch_runs.py combination_runs.py files.py bench_runs.py)
 
 .PHONY: help venv venv-vllm demo parity bench test test-long test-gpu test-vllm check fmt lock clean
 
@@ -40,8 +42,8 @@ bench: venv ## measure what each switch is worth on two cores, and report it: ab
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash recipes/bench.sh
 
 test: check ## everything that CI checks: static checks, unit and system tests
-	@status=0; $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit || status=1; \
-	$(BIN)/python -m pytest tests/system || status=1; exit $$status
+	@status=0; $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(BESIDE) tests/unit || status=1; \
+	$(BIN)/python -m pytest tests/system $(BESIDE:%=--ignore %) || status=1; exit $$status
 
 test-long: venv ## the matrices and the runs over many seeds
 	@$(BIN)/python -m pytest -m "long and not gpu" --timeout 3600
