@@ -10,30 +10,34 @@ from stretto.types import ConfigError
 from stretto.wording import nearest
 
 KV_CACHE_BYTES = 2**30
+"""Of an engine on the CPU."""
+BATCHED_TOKENS = 8192
+"""Of one step on the CPU, where no prompt may be cut."""
 SEQUENCES = 256
 IMAGES = 64
+"""Most images of a prompt."""
 WORKER = "stretto.rollout.vllm_worker.WorkerExtension"
-OURS = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "hf_config_path": "model.path",
-    "dtype": "model.dtype",
-    "seed": "run.seed",
-    "tensor_parallel_size": "rollout.tensor_parallel",
-    "pipeline_parallel_size": "rollout.replicas",
-    "data_parallel_size": "rollout.replicas",
-    "quantization": "",
-    "logprobs_mode": "",
-    "generation_config": "",
-    "override_generation_config": "",
-    "weight_transfer_config": "rollout.weight_transfer",
-    "worker_extension_cls": "",
-    "mm_device_do_normalize": "",
-    "mm_processor_cache_gb": "",
-    "enable_lora": "",
-    "speculative_config": "",
+RESERVED = {
+    "model": "set model.path",
+    "tokenizer": "set model.path",
+    "hf_config_path": "set model.path",
+    "dtype": "set model.dtype",
+    "seed": "set run.seed",
+    "tensor_parallel_size": "set rollout.tensor_parallel",
+    "pipeline_parallel_size": "set rollout.tensor_parallel",
+    "data_parallel_size": "set rollout.replicas",
+    "weight_transfer_config": "set rollout.weight_transfer",
+    "enable_lora": 'set lora.publish to "merged"',
+    "quantization": "weights are published as they are trained; leave it out",
+    "speculative_config": "a draft model would never get new weights; leave it out",
+    "logprobs_mode": "training compares these log-probs with its own; leave it out",
+    "generation_config": "sampling is set by rollout.temperature and its like; leave it out",
+    "override_generation_config": "sampling is set by rollout.temperature and its like; leave it out",
+    "worker_extension_cls": "weights arrive through it; leave it out",
+    "mm_device_do_normalize": "pixels come normalised; leave it out",
+    "mm_processor_cache_gb": "no image is processed there; leave it out",
 }
-"""Arguments that a user can not set, with the option that does (empty: none)."""
+"""Arguments that a user can not set, each with the remedy."""
 
 
 def engine_arguments(config: Config, folder: str, longest: int, device: str, known: Collection[str]) -> dict[str, Any]:
@@ -67,7 +71,7 @@ def engine_arguments(config: Config, folder: str, longest: int, device: str, kno
         }
     chosen = defaults | asked
     if device == "cpu":
-        chosen.setdefault("max_num_batched_tokens", max(8192, chosen["max_model_len"]))
+        chosen.setdefault("max_num_batched_tokens", max(BATCHED_TOKENS, chosen["max_model_len"]))
     ours = {
         "model": folder,
         "dtype": config.model.dtype,
@@ -76,8 +80,8 @@ def engine_arguments(config: Config, folder: str, longest: int, device: str, kno
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # its own defaults, not the model's
         "worker_extension_cls": WORKER,
-        "mm_device_do_normalize": False,  # pixels come normalised; 0.26 has no such argument
-        "mm_processor_cache_gb": 0,  # nothing is processed there
+        "mm_device_do_normalize": False,  # 0.26 has no such argument: it never does
+        "mm_processor_cache_gb": 0,
     }
     return chosen | {name: value for name, value in ours.items() if name in known}
 
@@ -85,9 +89,8 @@ def engine_arguments(config: Config, folder: str, longest: int, device: str, kno
 def _check(asked: Mapping[str, Any], known: Collection[str]) -> None:
     problems = []
     for name in asked:
-        if name in OURS:
-            remedy = f"set {OURS[name]}" if OURS[name] else "leave it out"
-            problems.append(f"rollout.engine_args.{name}: Stretto sets it itself; {remedy}")
+        if name in RESERVED:
+            problems.append(f"rollout.engine_args.{name}: Stretto sets it itself: {RESERVED[name]}")
         elif name not in known:
             problems.append(
                 f"rollout.engine_args.{name}: this vLLM has no such engine argument; did you mean "

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from stretto.rollout.vllm_processes import ENGINE_VARIABLE
 from stretto.types import StrettoError
 
 ENVIRONMENT = {
@@ -43,6 +44,7 @@ def prepare_environment(device: str, threads: int) -> None:
 
     Must run before vLLM is imported.
     """
+    os.environ[ENGINE_VARIABLE] = str(os.getpid())
     wanted = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
     os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
     if device == "cpu":

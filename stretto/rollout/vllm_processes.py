@@ -1,8 +1,12 @@
-"""vLLM's processes below an engine: calls that fail when one of them ends, and their end."""
+"""vLLM's processes below an engine: calls that fail when one of them ends, and their end, also with their engine."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
+import time
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -14,6 +18,9 @@ from stretto.rollout.engine import EngineLost
 WATCH_S = 0.3
 """Between two looks at the processes. vLLM tells of a core that died, but a call waits forever for a worker that ended
 while it was idle."""
+
+ENGINE_VARIABLE = "ENGINE_OF_STRETTO"
+"""Environment variable of vLLM's processes: the pid of the engine that they belong to."""
 
 T = TypeVar("T")
 
@@ -73,3 +80,24 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def end_with_the_engine() -> None:
+    """To be called in a worker: when the engine's process has ended, however it did, end this one and the core. vLLM's
+    core would wait for requests forever.
+    """
+    engine = int(os.environ[ENGINE_VARIABLE])
+    parent = psutil.Process(os.getppid())
+    core = None if parent.pid == engine else parent  # a worker may live in the core's process
+    threading.Thread(target=_end_after, args=(engine, core), name="engine-watch", daemon=True).start()
+
+
+def _end_after(engine: int, core: psutil.Process | None) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(engine)
+        while _lives(process):
+            time.sleep(WATCH_S)
+    if core is not None:
+        with suppress(psutil.NoSuchProcess):
+            core.kill()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,7 @@
 """What runs in vLLM's worker processes: the workers' half of a host transfer, and what they say of their weights.
 
-vLLM loads it by name (``worker_extension_cls``) before it builds a model. Importing it registers the transfer.
+vLLM loads it by name (``worker_extension_cls``) before it builds a model. Importing it registers the transfer and ties
+the process to its engine.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from stretto.models.loading import DTYPES
 from stretto.rollout import vllm_held
+from stretto.rollout.vllm_processes import end_with_the_engine
 from stretto.rollout.vllm_transfer import HostTransfer
 
 
@@ -87,6 +89,7 @@ class HostWeights(WeightTransferEngine[HostInit, HostUpdate]):
 
 
 WeightTransferEngineFactory.register_engine(HostTransfer.backend, HostWeights)
+end_with_the_engine()
 
 
 class WorkerExtension:

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
 
+from processes import wait_until_gone
 from vllm_case import Served, config
 
 
@@ -39,3 +40,12 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
     yield get
     for served in made.values():
         served.close()
+
+
+@pytest.fixture
+def marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run whose processes can be told by their environment, and which must have ended with the test."""
+    run = tmp_path / "run"
+    monkeypatch.setenv("TEST_RUN", str(run))
+    yield run
+    wait_until_gone(run)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -218,6 +220,25 @@ def test_a_killed_process_is_an_engine_lost_within_seconds(started, victim):
         served.generate(asked, SAMPLING)
     served.close()
     assert still_there([p.pid for p in processes]) == []
+
+
+def test_vllm_ends_with_an_engine_whose_process_is_killed(tmp_path):
+    """As the driver of a run may be, with all that Ray started."""
+    code = (
+        "import asyncio, time; from vllm_case import Served, config; from stretto.rollout import vllm_compat\n"
+        f"s = Served(config({str(tmp_path)!r}, 'vllm'))\n"
+        "print(*(p.pid for p in vllm_compat.processes(s.engine._llm)), flush=True); time.sleep(600)"
+    )
+    folders = ":".join([*(str(Path(p)) for p in sys.path if "tests" in p), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": folders}
+    )
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) >= 2 and not any(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids)
+    process.kill()
+    process.wait()
+    assert still_there(pids, limit_s=5) == []
 
 
 @pytest.mark.parametrize(
