@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,20 @@ from stretto.plane.protocol import Lease
 from stretto.plane.ray_plane import RayPlane
 from stretto.remote import answers, failure, memory_mib, settled
 from stretto.stops import STOPS
-from stretto.types import ChunkSchedule, ForwardReport, GroupRecord, Mini, StrettoError, WeightBucket
+from stretto.types import (
+    ChunkSchedule,
+    DeviceWeights,
+    ForwardReport,
+    GroupRecord,
+    Mini,
+    StrettoError,
+    WeightBucket,
+)
 
 LEAVE_S = 1.0
 """How long ranks may take to say goodbye to one another before their processes are killed."""
+SENDING = "weights"
+"""Ray's name of the threads on which a rank sends weights while it trains."""
 WATCH_S = 0.5
 NOTICE_S = 2.0
 """How long a death is left to whoever waits for that rank: they say best what it did to the run."""
@@ -106,6 +117,11 @@ class ActorProcess:
         with self.tracer.span("actor.publish", version=version):
             yield from self.core.publish(version)
 
+    def snapshot(self, version: int) -> DeviceWeights:
+        """As ``publish``, in this rank's device memory."""
+        with self.tracer.span("actor.publish", version=version):
+            return self.core.snapshot(version)
+
     def end_partition(self) -> RankEvidence:
         """The evidence of the partition just trained; then its samples are forgotten."""
         with self.tracer.span("actor.evidence"):
@@ -123,8 +139,18 @@ class ActorProcess:
     def commit(
         self, step: int, shards: list[Entries], published: dict[int, list[Any]], extra: Mapping[str, Any]
     ) -> None:
-        kept = {version: _getter(refs) for version, refs in published.items()}
+        kept = {version: self._getter(refs) for version, refs in published.items()}
         self.core.commit(step, shards, cursor=step, policy_version=step, published=kept, extra=extra)
+
+    def _getter(self, refs: list[Any]) -> Callable[[], Iterable[WeightBucket]]:
+        def get() -> Iterable[WeightBucket]:
+            for part in ray.get(refs):
+                if isinstance(part, DeviceWeights):
+                    yield from self.core.snapshots.buckets(part)
+                else:
+                    yield part
+
+        return get
 
     def abandon_save(self, step: int) -> None:
         self.core.checkpointer.abandon(step)
@@ -138,17 +164,42 @@ class ActorProcess:
         leave()
 
 
-def _getter(refs: list[Any]) -> Any:
-    return lambda: ray.get(refs)
+class SendingProcess(ActorProcess):
+    """Of a rank that sends weights while it trains: threads beside the training one."""
+
+    def __init__(self, config: Config, place: machine.Placement, plane: RayPlane, rank: int):
+        super().__init__(config, place, plane, rank)
+        self.sender = build.sender(self.core)
+
+    @ray.method(concurrency_group=SENDING)
+    def invite(self, replica: int) -> bytes:
+        return self.sender.invite(replica)
+
+    @ray.method(concurrency_group=SENDING)
+    def admit(self, replica: int, world: int) -> None:
+        self.sender.join(replica, world)
+
+    @ray.method(concurrency_group=SENDING)
+    def send(self, replica: int, weights: DeviceWeights) -> None:
+        self.sender.send(replica, weights)
+
+
+def _remote(config: Config) -> Any:
+    """The Ray actor of a rank. Without threads of its own making Ray runs everything on its main thread."""
+    if config.weight_transfer != "nccl":
+        return ray.remote(max_restarts=0)(ActorProcess)
+    return ray.remote(max_restarts=0, concurrency_groups={SENDING: 2 * config.rollout.replicas})(SendingProcess)
 
 
 class Actor:
     """The controller's end of the actor ranks."""
 
     def __init__(self, config: Config, place: machine.Placement, plane: RayPlane):
-        remote = ray.remote(num_cpus=1, num_gpus=int(place.device == "cuda"), max_restarts=0)(ActorProcess)
-        self.world, self.place = config.actor.data_parallel, place
-        self.ranks = [remote.remote(config, place, plane, rank) for rank in range(self.world)]
+        self.world, self.place, self.transfer = config.actor.data_parallel, place, config.weight_transfer
+        self.ranks = [
+            _remote(config).options(num_cpus=1, **machine.gpu_share(place, rank)).remote(config, place, plane, rank)
+            for rank in range(self.world)
+        ]
         self.names = ["actor"] if self.world == 1 else [f"actor rank {rank}" for rank in range(self.world)]
         self.published_bytes = 0
         self.death = ""
@@ -209,10 +260,22 @@ class Actor:
 
     def publish(self, version: int) -> list[Any]:
         """Phase 4: references to the buckets of ``version``; returns once the actor has copied them."""
+        if self.transfer != "host":
+            return [ray.put(self._snapshot(version))]
         stream = self.ranks[0].publish.remote(version)
         buckets = list(stream)
         answers([stream.completed()], self.names[:1])
         return buckets
+
+    def _snapshot(self, version: int) -> DeviceWeights:
+        """A version in device memory: by CUDA IPC every engine takes that of the rank on its own GPU, by NCCL all are
+        sent that of rank 0.
+        """
+        if self.transfer == "nccl":
+            (weights,) = answers([self.ranks[0].snapshot.remote(version)], self.names[:1])
+            return replace(weights, sender=self.ranks[0])
+        parts: list[DeviceWeights] = self._all("snapshot", version)
+        return replace(parts[0], handles={uuid: handle for part in parts for uuid, handle in part.handles.items()})
 
     def end_partition(self) -> Evidence:
         """Of the partition just trained; its samples are forgotten. Raises StrettoError where ranks have parted."""

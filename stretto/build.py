@@ -20,6 +20,7 @@ from stretto.types import ConfigError, StrettoError
 if TYPE_CHECKING:
     from torch import nn
 
+    from stretto.actor.device_weights import Sender
     from stretto.actor.parallel import RankGroup
     from stretto.actor.rank import ActorRankCore, Fetch, OldPolicyFactory
     from stretto.data.check import Gauge, Note
@@ -378,3 +379,10 @@ def actor_rank(
         teacher=teacher,
         hook=load_hook(config.actor.before_logprob_hook),
     )
+
+
+def sender(core: ActorRankCore) -> Sender:
+    """What sends an actor rank's snapshots by NCCL."""
+    from stretto.actor.device_weights import Sender
+
+    return Sender(core.snapshots, core.device)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import placement_group
 
 from stretto import build, compat, machine
 from stretto.actor_ranks import Actor
@@ -80,6 +82,8 @@ class Cluster:
     def __enter__(self) -> Cluster:
         try:
             self._start_ray()
+            if self.config.cluster.colocate and self.place.device == "cuda":
+                self.place = replace(self.place, pairs=self._pairs())
             self._step("Ray is up")
             self.engines = [create_engine(self.config, self.place, i) for i in range(self.config.rollout.replicas)]
             self.plane: RayPlane = build.plane(self.config)  # waits for its process, while the engines' come up
@@ -102,6 +106,12 @@ class Cluster:
         with compat.ray_as_a_guest(STOPS.put_off):
             ray.init(address=self.config.cluster.address, log_to_driver=False, configure_logging=False)
         STOPS.check()
+
+    def _pairs(self) -> Any:
+        """A GPU for each rank and the engine that shares it. Ray takes the group back when the run ends."""
+        pair = {"CPU": 2.0, "GPU": 1.0}
+        group = placement_group([pair] * self.config.actor.data_parallel)
+        return group
 
     def start(self) -> dict[str, Any]:
         """Wait until both sides are ready; what each has set for itself."""

@@ -373,6 +373,16 @@ class Config(Block):
         return choice
 
     @property
+    def weight_transfer(self) -> Literal["host", "ipc", "nccl"]:
+        """``rollout.weight_transfer`` with ``auto`` resolved; ``host`` for engines that know nothing else."""
+        choice = self.rollout.weight_transfer
+        if self.rollout.engine != "vllm" or self.seams.replay:
+            return "host"
+        if choice == "auto":
+            return "ipc" if self.cluster.colocate else "host"
+        return choice
+
+    @property
     def updates_per_partition(self) -> int:
         """Optimizer updates between two policy versions."""
         return self.actor.minis_per_partition * self.actor.epochs

@@ -37,7 +37,13 @@ WATCH_S = 0.5
 WATCH_START_S = 0.1
 """Short, since what is not seen alive cannot be missed."""
 KILL_S = 3.0
-PARTS = {"RolloutProcess": "rollout", "EngineProcess": "engine", "ActorProcess": "actor", "LedgerActor": "ledger"}
+PARTS = {
+    "RolloutProcess": "rollout",
+    "EngineProcess": "engine",
+    "ActorProcess": "actor",
+    "SendingProcess": "actor",
+    "LedgerActor": "ledger",
+}
 
 
 class EmbeddedRay:

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -16,7 +17,7 @@ from stretto import build, machine
 from stretto.config import Config
 from stretto.remote import cause_of, memory_mib, unwrapped
 from stretto.rollout.engine import EngineLost, GroupRequest, Sampling, Weights
-from stretto.types import Response, StrettoError
+from stretto.types import DeviceWeights, Response, StrettoError
 
 CLOSE_S = 1.0
 """How long an engine may take to end by itself."""
@@ -58,7 +59,7 @@ class EngineProcess:
                 f"the weights of version {version} are lost with the process that held them: {cause_of(error)}; "
                 "resume from the last checkpoint"
             ) from None
-        await self.engine.load_weights(version, buckets)
+        await self.engine.load_weights(version, [_within_reach(bucket, self.replica) for bucket in buckets])
 
     async def generate(
         self, requests: Sequence[GroupRequest], sampling: Sampling
@@ -71,11 +72,37 @@ class EngineProcess:
             await self.engine.close()
 
 
+@dataclass(frozen=True)
+class _Sender:
+    """The actor rank that sends a version, to this replica; see ``actor.device_weights.Sender``."""
+
+    rank: Any
+    replica: int
+    weights: DeviceWeights
+
+    async def invite(self) -> bytes:
+        group: bytes = await self.rank.invite.remote(self.replica)
+        return group
+
+    async def admit(self, world: int) -> None:
+        await self.rank.admit.remote(self.replica, world)
+
+    async def send(self) -> None:
+        await self.rank.send.remote(self.replica, self.weights)
+
+
+def _within_reach(bucket: Any, replica: int) -> Any:
+    """A bucket whose sender knows whom it sends to, where it has one."""
+    if not isinstance(bucket, DeviceWeights) or bucket.sender is None:
+        return bucket
+    return replace(bucket, sender=_Sender(bucket.sender, replica, replace(bucket, sender=None)))
+
+
 def create_engine(config: Config, place: machine.Placement, replica: int) -> Any:
     """The Ray actor of a replica. It begins to start at once; ``RemoteEngine.start`` waits until it has."""
-    gpus = int(place.device == "cuda" and machine.engine_gpus(config) > 0)
-    remote = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(EngineProcess)
-    process = remote.options(max_concurrency=1000).remote(config, place, replica)
+    remote = ray.remote(max_restarts=0)(EngineProcess)
+    share = machine.gpu_share(place, replica, engine=True)
+    process = remote.options(num_cpus=1, max_concurrency=1000, **share).remote(config, place, replica)
     process.start.remote()
     return process
 

@@ -37,8 +37,9 @@ class Share:
 class Placement:
     """Cores (empty: not pinned, on a cluster) of each side and of its processes, and the device of both.
 
-    ``ranks``: one share a data-parallel actor rank. ``replicas``: one an engine replica. ``note`` says why ``auto``
-    chose the CPU.
+    ``ranks``: one share a data-parallel actor rank. ``replicas``: one an engine replica, of ``engine_gpus`` GPUs each.
+    ``pairs``: Ray's placement group whose bundle i is the GPU that rank i and replica i share; None where each has its
+    own. ``note`` says why ``auto`` chose the CPU.
     """
 
     actor_cores: tuple[int, ...]
@@ -47,6 +48,8 @@ class Placement:
     ranks: tuple[Share, ...] = ()
     replicas: tuple[Share, ...] = ()
     note: str = ""
+    engine_gpus: int = 1
+    pairs: Any = None
 
 
 def placement(config: Config) -> Placement:
@@ -66,7 +69,8 @@ def placement(config: Config) -> Placement:
         half = (len(free) + 1) // 2
         actor = cluster.actor_cores or tuple(free[:half] if not cluster.rollout_cores else free)
         rollout = cluster.rollout_cores or tuple(free[half:] if not cluster.actor_cores else free)
-    return Placement(actor, rollout, device, shares(actor, ranks), shares(rollout, replicas), note)
+    each = engine_gpus(config) // replicas
+    return Placement(actor, rollout, device, shares(actor, ranks), shares(rollout, replicas), note, engine_gpus=each)
 
 
 def shares(cores: tuple[int, ...], parts: int) -> tuple[Share, ...]:
@@ -90,23 +94,56 @@ def single_device(config: Config) -> Literal["cpu", "cuda"]:
 
 
 def engine_gpus(config: Config) -> int:
-    """GPUs of this run's engines: one a replica; none in a replay, whose engines hold no model."""
-    return 0 if config.seams.replay else config.rollout.replicas
+    """GPUs of this run's engines: ``rollout.tensor_parallel`` a replica; none in a replay, whose engines hold no model,
+    nor where someone else runs them.
+    """
+    if config.seams.replay or config.rollout.engine == "http":
+        return 0
+    return config.rollout.replicas * (config.rollout.tensor_parallel if config.rollout.engine == "vllm" else 1)
+
+
+def gpu_share(place: Placement, index: int, *, engine: bool = False) -> dict[str, Any]:
+    """What Ray is told of the GPUs of rank or replica ``index``."""
+    if place.device != "cuda":
+        return {"num_gpus": 0}
+    if place.pairs is None:
+        return {"num_gpus": place.engine_gpus if engine else 1}
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    pair = PlacementGroupSchedulingStrategy(
+        placement_group=place.pairs,
+        placement_group_bundle_index=index,
+        placement_group_capture_child_tasks=False,
+    )
+    return {"num_gpus": 0.5, "scheduling_strategy": pair}
 
 
 def _device(config: Config) -> tuple[Literal["cpu", "cuda"], str]:
-    """Every rank and every engine needs a GPU of its own; with the reason where ``auto`` falls back to the CPU. In a
-    replay ``auto`` decides as in the run that it repeats.
+    """Every rank and every engine needs GPUs of its own, or one for two of them (``cluster.colocate``); with the reason
+    where ``auto`` falls back to the CPU. In a replay ``auto`` decides as in the run that it repeats.
     """
     asked = config.cluster.device
     if asked == "cpu":
         return "cpu", ""
     if config.cluster.address:  # the GPUs of other machines can not be seen from here; Ray waits for them
         return "cuda", ""
-    ranks, engines = config.actor.data_parallel, engine_gpus(config) if asked == "cuda" else config.rollout.replicas
-    gpus, needed = _gpu_count(), ranks + engines
-    sides = f"actor.data_parallel = {ranks}" + (f" and rollout.replicas = {engines}" if engines else "")
-    need = f"{sides} need a GPU each, so {needed}, and {gpus} can be seen here"
+    ranks = config.actor.data_parallel
+    live = config if asked == "cuda" else config.with_seams(replay="")
+    engines = engine_gpus(live)
+    gpus = _gpu_count()
+    if config.cluster.colocate:
+        needed = max(ranks, engines)
+        need = f"actor.data_parallel = {ranks} ranks share a GPU with an engine each, so {needed}, and {gpus}"
+    else:
+        needed = ranks + engines
+        sides = f"actor.data_parallel = {ranks}" + (
+            f" and rollout.replicas = {config.rollout.replicas}" * bool(engines)
+        )
+        wide = config.rollout.tensor_parallel if engines > config.rollout.replicas else 1
+        need = (
+            f"{sides} need " + (f"{wide} GPUs an engine" if wide > 1 else "a GPU each") + f", so {needed}, and {gpus}"
+        )
+    need += " can be seen here"
     if gpus >= needed:
         return "cuda", ""
     if asked == "cuda":

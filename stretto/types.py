@@ -24,9 +24,9 @@ a grid ``[[1, 2, 4]]`` (1 * 2 * 4 = 8 patches, ``pixel_values`` [8, 1536]) and 8
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -256,6 +256,27 @@ class WeightBucket:
     count: int
     metas: tuple[TensorMeta, ...]
     data: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceWeights:
+    """A policy version that lies in one buffer of GPU memory of the actor; takes the place of all of its buckets.
+
+    Tensor i (``metas``) begins at byte ``offsets[i]`` of ``size``. ``sample``: values by which an engine can be checked
+    (``models.weight_sample``). ``handles``: CUDA IPC handles of the buffer by the
+    UUID of the GPU that it lies on, for engines there; empty where ``sender`` sends it (NCCL): the actor that holds it,
+    and nothing that ``types`` know of. The buffer is written again once s + 1 newer versions have been published: its
+    last 8 bytes, from ``size`` on, are ``serial`` as long as it holds this version.
+    """
+
+    version: int
+    serial: int
+    metas: tuple[TensorMeta, ...]
+    offsets: tuple[int, ...]
+    size: int
+    sample: tuple[Any, ...] = ()
+    handles: Mapping[str, bytes] = field(default_factory=dict)
+    sender: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)

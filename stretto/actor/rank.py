@@ -24,6 +24,7 @@ from stretto.actor.checkpoint import (
     restore_rng,
     rng_tensors,
 )
+from stretto.actor.device_weights import Snapshots
 from stretto.actor.evidence import RankEvidence
 from stretto.actor.forward import Family
 from stretto.actor.hook import Hook
@@ -47,6 +48,7 @@ from stretto.observe.fingerprint import column_sum, combine, fingerprint, finger
 from stretto.observe.trace import Tracer
 from stretto.types import (
     ChunkSchedule,
+    DeviceWeights,
     ForwardReport,
     GroupFields,
     GroupRecord,
@@ -96,6 +98,7 @@ class ActorRankCore:
         temperature = config.rollout.temperature
         self.trainer = Trainer(family, model, actor, lr, temperature=temperature, group=self.group)
         self.tags = WeightTags(model)
+        self.snapshots = Snapshots(config.staleness.max + 1, DTYPES[config.model.dtype])
         self.old_policy = old_policy(family, model, temperature, tracer)
         self.estimator = estimator(algorithm)
         self.hook = hook
@@ -257,6 +260,11 @@ class ActorRankCore:
         """The weights that engines get as policy version ``version``, in the engine's dtype (``model.dtype``)."""
         dtype = DTYPES[self.config.model.dtype]
         return iter_buckets(published(self.model, self.config), version, dtype)
+
+    def snapshot(self, version: int) -> DeviceWeights:
+        """The same in a buffer on this rank's device, with a handle for engines that share its GPU by CUDA IPC."""
+        shared = self.config.weight_transfer == "ipc"
+        return self.snapshots.take(published(self.model, self.config), version, shared=shared)
 
     def published_bytes(self) -> int:
         """Of all tensors of a version."""

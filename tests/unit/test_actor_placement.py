@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from stretto import machine
@@ -65,3 +67,70 @@ def test_auto_takes_the_device_of_a_replay_as_that_of_the_recorded_run(monkeypat
     for gpus in (2, 3):
         live, replay = place(monkeypatch, 8, gpus, ranks=2), place(monkeypatch, 8, gpus, ranks=2, replay="recording")
         assert live.device == replay.device
+
+
+def vllm(monkeypatch, gpus: int, *, ranks: int = 1, replicas: int = 1, width: int = 1, **cluster) -> machine.Placement:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(8)))
+    monkeypatch.setattr(machine, "_gpu_count", lambda: gpus)
+    rollout = {"engine": "vllm", "replicas": replicas, "tensor_parallel": width}
+    return machine.placement(
+        Config.model_validate({"actor": {"data_parallel": ranks}, "rollout": rollout, "cluster": cluster})
+    )
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(4, "cpu"), (5, "cuda")])
+def test_an_engine_gets_as_many_gpus_as_its_tensor_parallel_width(monkeypatch, gpus, device):
+    found = vllm(monkeypatch, gpus, replicas=2, width=2)
+    assert found.device == device
+    assert found.engine_gpus == 2
+    if device == "cpu":
+        assert "rollout.replicas = 2 need 2 GPUs an engine, so 5, and 4 can be seen" in found.note
+    else:
+        assert machine.gpu_share(found, 1, engine=True) == {"num_gpus": 2}
+        assert machine.gpu_share(found, 0) == {"num_gpus": 1}
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(1, "cpu"), (2, "cuda")])
+def test_a_rank_and_an_engine_that_share_a_gpu_need_one(monkeypatch, gpus, device):
+    found = vllm(monkeypatch, gpus, ranks=2, replicas=2, colocate=True)
+    assert found.device == device
+    if device == "cpu":
+        assert "share a GPU with an engine each, so 2, and 1 can be seen" in found.note
+    with pytest.raises(ConfigError, match=r"so 2, and 0 can be seen"):
+        vllm(monkeypatch, 0, ranks=2, replicas=2, colocate=True, device="cuda")
+
+
+def test_both_sides_of_a_shared_gpu_are_told_to_take_half_of_the_same(monkeypatch):
+    pairs = object()
+    place = replace(vllm(monkeypatch, 2, ranks=2, replicas=2, colocate=True), pairs=pairs)
+    for index in range(2):
+        for engine in (False, True):
+            share = machine.gpu_share(place, index, engine=engine)
+            where = share.pop("scheduling_strategy")
+            assert share == {"num_gpus": 0.5}
+            assert (where.placement_group, where.placement_group_bundle_index) == (pairs, index)
+
+
+def test_no_gpu_is_asked_for_on_the_cpu_for_servers_of_someone_else_and_for_a_replay(monkeypatch):
+    assert machine.gpu_share(place(monkeypatch, 8, 0), 0, engine=True) == {"num_gpus": 0}
+    replay = place(monkeypatch, 8, 1, replay="recording", device="cuda")
+    assert machine.gpu_share(replay, 0, engine=True) == {"num_gpus": 0}
+    servers = Config.model_validate({"rollout": {"engine": "http"}, "cluster": {"device": "cuda"}})
+    assert machine.gpu_share(machine.placement(servers), 0, engine=True) == {"num_gpus": 0}
+
+
+@pytest.mark.parametrize(
+    ("engine", "asked", "colocate", "found"),
+    [
+        ("hf", "auto", False, "host"),
+        ("vllm", "auto", False, "host"),
+        ("vllm", "auto", True, "ipc"),
+        ("vllm", "host", True, "host"),
+        ("vllm", "nccl", False, "nccl"),
+    ],
+)
+def test_weights_go_by_cuda_ipc_where_a_gpu_is_shared_unless_told_otherwise(engine, asked, colocate, found):
+    rollout = {"engine": engine, "weight_transfer": asked}
+    config = Config.model_validate({"rollout": rollout, "cluster": {"colocate": colocate}})
+    assert config.weight_transfer == found
+    assert config.with_seams(replay="recording").weight_transfer == "host"
