@@ -86,11 +86,15 @@ def engine(config: Config, device: str, replica: int) -> Engine:
 
 def _vllm_engine(config: Config, device: str) -> Engine:
     from stretto.models.loading import load_family, without_weights
+    from stretto.rollout.device_transfer import DeviceTransfer
     from stretto.rollout.vllm import VllmEngine
-    from stretto.rollout.vllm_transfer import HostTransfer
+    from stretto.rollout.vllm_transfer import HostTransfer, Transfer
 
     shapes = {name: tuple(p.shape) for name, p in without_weights(config.model).named_parameters()}
-    return VllmEngine(load_family(config.model), config, device, HostTransfer(shapes))
+    transfer: Transfer = HostTransfer(shapes)
+    if config.weight_transfer != "host":
+        transfer = DeviceTransfer(shapes, workers=config.rollout.tensor_parallel)
+    return VllmEngine(load_family(config.model), config, device, transfer)
 
 
 def _http_engine(config: Config, replica: int) -> Engine:

@@ -158,15 +158,18 @@ def _gpus(config: Config) -> list[int]:
         return []
     import torch
 
-    wanted = config.actor.data_parallel + machine.engine_gpus(config)
+    ranks, engines = config.actor.data_parallel, machine.engine_gpus(config)
+    wanted = max(ranks, engines) if config.cluster.colocate else ranks + engines
     return [torch.cuda.get_device_properties(i).total_memory for i in range(wanted)]
 
 
 def _gpu_memory(case: Case, need: Needs, totals: list[int]) -> Iterator[Line]:
-    """Actor ranks come first, then the engines."""
+    """Actor ranks come first, then the engines; where they share, a GPU has one of each."""
     ranks = case.config.actor.data_parallel
     for index, total in enumerate(totals):
         what, least = ("actor rank", need.rank) if index < ranks else ("engine", need.engine)
+        if case.config.cluster.colocate:
+            what, least = "actor rank and an engine", need.rank + need.engine
         if least > total:
             yield Problem(
                 (case.model_name, "actor.data_parallel"),

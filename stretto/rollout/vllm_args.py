@@ -13,6 +13,9 @@ KV_CACHE_BYTES = 2**30
 """Of an engine on the CPU."""
 BATCHED_TOKENS = 8192
 """Of one step on the CPU, where no prompt may be cut."""
+SHARED_KV_CACHE_BYTES = 8 * 2**30
+SHARED_GPU = 0.2
+"""Share of a GPU that must be free when an engine starts on one that it shares with an actor rank."""
 SEQUENCES = 256
 IMAGES = 64
 """Most images of a prompt."""
@@ -69,6 +72,10 @@ def engine_arguments(config: Config, folder: str, longest: int, device: str, kno
             # A seeded request whose prefill is cut by the budget ends a CPU engine (0.32).
             "enable_chunked_prefill": False,
         }
+    if config.cluster.colocate:  # what an actor beside it allocates meanwhile would spoil vLLM's own measurement
+        defaults |= {"kv_cache_memory_bytes": SHARED_KV_CACHE_BYTES, "gpu_memory_utilization": SHARED_GPU}
+    if config.rollout.tensor_parallel > 1:
+        defaults["distributed_executor_backend"] = "mp"  # in a Ray actor vLLM might take Ray's
     chosen = defaults | asked
     if device == "cpu":
         chosen.setdefault("max_num_batched_tokens", max(BATCHED_TOKENS, chosen["max_model_len"]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -146,8 +146,10 @@ class Progress:
         self._asking.clear()
         return outputs
 
-    async def tokens(self, requests: Iterable[str]) -> dict[str, int]:
+    async def tokens(self, requests: Collection[str]) -> dict[str, int]:
         """Of those ``requests`` that have not ended, by our ids. To be asked while generation is paused."""
+        if not requests:  # nobody may have begun to count yet
+            return {}
         while self._queue.qsize() or not self._asking.is_set():
             if self._llm.errored:
                 raise self._llm.dead_error

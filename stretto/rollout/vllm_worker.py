@@ -1,4 +1,4 @@
-"""What runs in vLLM's worker processes: the workers' half of a host transfer, and what they say of their weights.
+"""What runs in vLLM's worker processes: the workers' half of each transfer, and what they say of their weights.
 
 vLLM loads it by name (``worker_extension_cls``) before it builds a model. Importing it registers the transfer and ties
 the process to its engine.
@@ -7,7 +7,7 @@ the process to its engine.
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from stretto.models.loading import DTYPES
 from stretto.rollout import vllm_held
+from stretto.rollout.device_receiver import Receiver
+from stretto.rollout.device_transfer import DeviceTransfer
 from stretto.rollout.vllm_processes import end_with_the_engine
 from stretto.rollout.vllm_transfer import HostTransfer
 
@@ -84,11 +86,57 @@ class HostWeights(WeightTransferEngine[HostInit, HostUpdate]):
         finalize_layerwise_reload(self.model, self.model_config)
         vllm_held.renew_packed_heads(self.model)
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Abstract in 0.26, and gone since."""
+        raise NotImplementedError
+
     def shutdown(self) -> None:
         self._segment = None
 
 
+@dataclass
+class DeviceUpdate(HostUpdate):
+    """One of three: the group of a sender to join, a version in GPU memory (pickled ``DeviceWeights``), or a bucket."""
+
+    path: str = ""
+    size: int = 0
+    tensors: list[tuple[str, str, list[int], int]] = field(default_factory=list)
+    sent: bytes = b""
+    group: bytes = b""
+    world: int = 0
+
+
+class WeightsOnDevice(HostWeights):
+    """Takes versions from GPU memory, and those of a checkpoint from host memory."""
+
+    update_info_cls = DeviceUpdate
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._receiver = Receiver(self.device, self.parallel_config.rank)
+
+    def receive_weights(self, update_info: Any) -> None:
+        if update_info.group:
+            self._receiver.join(update_info.group, update_info.world)
+        elif update_info.sent:
+            for tensors in self._receiver.receive(update_info.sent):
+                self.model.load_weights(tensors)
+        else:
+            super().receive_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        torch.cuda.synchronize(self.device)
+        self._receiver.verify()
+
+    def shutdown(self) -> None:
+        self._receiver.close()
+        super().shutdown()
+
+
 WeightTransferEngineFactory.register_engine(HostTransfer.backend, HostWeights)
+WeightTransferEngineFactory.register_engine(DeviceTransfer.backend, WeightsOnDevice)
 end_with_the_engine()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import pickle
 import threading
@@ -24,6 +25,7 @@ from stretto.models.weight_sample import sample
 from stretto.models.weights_io import load_buckets
 from stretto.rollout import device_receiver
 from stretto.rollout.device_receiver import Receiver
+from stretto.rollout.device_transfer import DeviceTransfer
 from stretto.types import DeviceWeights, StrettoError, TensorMeta
 
 
@@ -191,3 +193,44 @@ def test_a_checkpoint_gets_host_buckets_of_versions_that_lie_on_the_device_besid
     target = tiny.model(3)
     assert load_buckets(target, found[2]) == 2
     assert all(torch.equal(p, named(model)[name]) for name, p in target.named_parameters())
+
+
+def test_an_engine_joins_its_sender_once_and_the_sender_sends_while_workers_receive():
+    calls = []
+
+    async def note(what):
+        calls.append(what)
+        await asyncio.sleep(0)
+        return b"group"
+
+    sender = SimpleNamespace(
+        invite=lambda: note("invite"), admit=lambda world: note(("admit", world)), send=lambda: note("send")
+    )
+    model, snapshots = tiny.model(0), Snapshots(1, torch.float32)
+    shapes = {name: tuple(p.shape) for name, p in named(model).items()}
+    weights = snapshots.take(named(model), 3)
+    transfer = DeviceTransfer(shapes, workers=2)
+
+    async def run():
+        for _ in range(2):
+            sampled = await transfer.send(3, [replace(weights, sender=sender)], lambda info: note((*info.keys(),)))
+            assert sampled == list(weights.sample)
+        await transfer.send(3, [weights], lambda info: note((*info.keys(),)))
+        await transfer.send(1, list(iter_buckets(named(model), 1, torch.float32)), lambda info: note((*info.keys(),)))
+
+    transfer.check(3, [weights])
+    asyncio.run(run())
+    transfer.close()
+    update = ("sent",)
+    joined = ["invite", ("admit", 3), ("group", "world")]
+    assert calls == [*joined, "send", update, "send", update, update, ("path", "size", "tensors")]
+
+
+def test_weights_of_another_model_are_refused_before_anything_is_touched():
+    model, snapshots = tiny.model(0), Snapshots(1, torch.float32)
+    weights = snapshots.take(named(model), 3)
+    shapes = {name: tuple(p.shape) for name, p in named(model).items()}
+    with pytest.raises(StrettoError, match="lack 1 parameters, the first is 'more'"):
+        DeviceTransfer(shapes | {"more": (2,)}, workers=1).check(3, [weights])
+    with pytest.raises(StrettoError, match="has shape"):
+        DeviceTransfer(shapes | {weights.metas[0].name: (2,)}, workers=1).check(3, [weights])

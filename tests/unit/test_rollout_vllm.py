@@ -13,11 +13,11 @@ import torch
 
 from stretto.actor.weights import iter_buckets
 from stretto.config import Config, DataConfig, ModelConfig, RolloutConfig
+from stretto.models.weight_sample import TENSORS, chosen, sample
 from stretto.rollout.vllm_args import RESERVED, engine_arguments
 from stretto.rollout.vllm_inputs import image_places
 from stretto.rollout.vllm_outputs import Spans
 from stretto.rollout.vllm_transfer import HostTransfer
-from stretto.rollout.weight_sample import TENSORS, chosen, sample
 from stretto.types import ConfigError, StrettoError
 
 KNOWN = {*RESERVED, "max_model_len", "max_num_seqs", "gpu_memory_utilization", "enforce_eager"}
@@ -128,9 +128,10 @@ def test_weights_pass_through_one_segment_that_has_no_name():
     assert not any(os.path.exists(path) and "stretto-weights" in os.readlink(path) for path in paths)
 
 
-def test_weights_of_another_version_than_asked_are_refused():
+def test_weights_of_a_later_version_than_asked_are_refused_and_those_before_skipped_updates_taken():
     transfer = HostTransfer(shapes())
-    with pytest.raises(StrettoError, match="version 2 were asked for, and those of version 1 came"):
-        transfer.check(2, buckets(version=1))
+    with pytest.raises(StrettoError, match="version 1 were asked for, and those of version 2 came"):
+        transfer.check(1, buckets(version=2))
+    transfer.check(2, buckets(version=1))
     with pytest.raises(StrettoError, match="got buckets"):
         transfer.check(1, buckets()[1:])

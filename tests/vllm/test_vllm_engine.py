@@ -162,7 +162,7 @@ def test_weights_that_arrive_wrong_are_found(started, monkeypatch, name, tied):
         return put(self, replace(bucket, data=tuple(data)))
 
     monkeypatch.setattr(HostTransfer, "_put", wrong)
-    monkeypatch.setattr("stretto.rollout.weight_sample.TENSORS", 1000)
+    monkeypatch.setattr("stretto.models.weight_sample.TENSORS", 1000)
     with pytest.raises(
         StrettoError, match=rf"version 4 .* in 1 of \d+ tensors that were compared: {name}: .* differ"
     ) as e:
