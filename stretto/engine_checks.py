@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from stretto.config import Config
 from stretto.problems import Problem, Reader
 from stretto.wording import shown
 
-BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-"""vLLM's own switch for kernels whose bits do not depend on the batch."""
 READ_BY = {
     "servers": ("http",),
     "tensor_parallel": ("vllm",),
@@ -39,13 +36,12 @@ def engine_problems(config: Config, reader: Reader) -> Iterator[Problem]:
         )
     if wrong := [url for url in rollout.servers if not url.startswith(("http://", "https://"))]:
         yield reader.problem("rollout.servers", why=f"{shown(wrong[0])} is no URL; write http://host:port")
-    invariant = rollout.engine == "vllm" and os.environ.get(BATCH_INVARIANT) == "1"
-    if rollout.engine != "hf" and config.run.determinism == "exact" and not invariant and not config.seams.replay:
+    if rollout.engine != "hf" and config.run.determinism == "exact" and not config.seams.replay:
         yield reader.problem(
             "run.determinism",
             "rollout.engine",
-            why="that engine forms its batches by what has arrived, and its bits depend on them; set determinism to "
-            f'"fast", or on a GPU {BATCH_INVARIANT}=1 in the environment of a vllm engine',
+            why="that engine forms its batches by what has arrived, and its bits depend on them (with images even "
+            'where VLLM_BATCH_INVARIANT=1 is set); set determinism to "fast"',
         )
     if rollout.in_flight != "finish" and config.staleness.mode == "lockstep":
         yield reader.problem(
@@ -72,6 +68,21 @@ def engine_problems(config: Config, reader: Reader) -> Iterator[Problem]:
             "cluster.colocate",
             "rollout.engine",
             why='only a vllm engine leaves room for another process on its GPU; set engine to "vllm", or leave it out',
+        )
+    if config.cluster.colocate and (config.actor.data_parallel != rollout.replicas or rollout.tensor_parallel > 1):
+        yield reader.problem(
+            "cluster.colocate",
+            "actor.data_parallel",
+            "rollout.replicas",
+            "rollout.tensor_parallel",
+            why="a GPU is shared by one rank and one engine of one GPU; make data_parallel and replicas equal, and "
+            "tensor_parallel 1",
+        )
+    if rollout.weight_transfer == "nccl" and config.cluster.colocate:
+        yield reader.problem(
+            "rollout.weight_transfer",
+            "cluster.colocate",
+            why='NCCL does not connect two processes on one GPU; set weight_transfer to "auto"',
         )
     if rollout.weight_transfer == "ipc" and not config.cluster.colocate:
         yield reader.problem(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
@@ -44,12 +43,14 @@ class VllmEngine:
 
     fixed_batches = False
     live_update = True
+    batch_invariant = False
+    """Not with VLLM_BATCH_INVARIANT=1 either: on an H200 (0.26) the bits of prompts with images depended on what had
+    arrived with them (results/gpu-h200-5.md)."""
 
     def __init__(self, family: Qwen3VL, config: Config, device: str, transfer: Transfer):
         self.family = family
         self.config = config
         self.device = device
-        self.batch_invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
         self.concurrency = 1
         self._suppressed = torch.nonzero(family.suppressed_V)[:, 0].tolist()
         self._transfer = transfer

@@ -357,7 +357,20 @@ def test_a_recipe_that_is_not_toml_says_where(tmp_path):
         (
             ["rollout.engine=vllm"],
             'run.determinism = "exact" (default), rollout.engine = "vllm" (--set)',
-            "VLLM_BATCH_INVARIANT=1",
+            'set determinism to "fast"',
+        ),
+        (
+            ["rollout.engine=vllm", "run.determinism=fast", "cluster.colocate=true", "rollout.replicas=2"],
+            "cluster.colocate = true (--set), actor.data_parallel = 1 (default), rollout.replicas = 2 (--set)",
+            "make data_parallel and replicas equal",
+        ),
+        (
+            [
+                *("rollout.engine=vllm", "run.determinism=fast", "cluster.colocate=true"),
+                "rollout.weight_transfer=nccl",
+            ],
+            'rollout.weight_transfer = "nccl" (--set), cluster.colocate = true (--set)',
+            'set weight_transfer to "auto"',
         ),
         (
             ["rollout.tensor_parallel=2"],
@@ -445,14 +458,12 @@ def test_evaluation_may_sample_as_it_likes():
     assert config.rollout.temperature == 0
 
 
-def test_what_fits_exactly_is_allowed(monkeypatch):
+def test_what_fits_exactly_is_allowed():
     load(None, [MODEL, "run.updates=1", "actor.warmup_updates=7"], {})  # a smoke run of any length
     load(None, [MODEL, "staleness.max=0", "algorithm.importance_correction=none"], {})
     load(None, [MODEL, "staleness.mode=bounded", "run.determinism=fast"], {})
     load(None, [MODEL, "staleness.mode=bounded", "run.determinism=fast", "rollout.in_flight=abort"], {})
     load(None, [MODEL, "rollout.engine=vllm", "run.determinism=fast", "cluster.colocate=true"], {})
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    load(None, [MODEL, "rollout.engine=vllm"], {})
     load(None, [MODEL, "plane.fetch_timeout_s=60", "rollout.max_engine_restarts=0"], {})
     load(None, [MODEL, "cluster.actor_cores=[0]", "cluster.rollout_cores=[1]"], {})
     load(None, [MODEL, "rollout.n_samples_per_prompt=2", "rollout.temperature=0.01"], {})
