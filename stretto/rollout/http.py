@@ -31,8 +31,10 @@ from stretto.rollout.http_weights import WeightFolder, check_whole, digests
 from stretto.rollout.noise import sample_key
 from stretto.types import FinishReason, Response, StrettoError
 
-START_S = 60.0
-"""How long a server may take to say that it is well: it may be starting, after its owner has restarted it."""
+START_S = 30.0
+"""How long a server may take to say that it is well."""
+RESTART_S = 300.0
+"""The same for one that this run has used before: its owner has restarted it, and it loads its model."""
 RESET_S = 10.0
 """How long caches may take to be free of what ran before."""
 RELOAD = "/collective_rpc"
@@ -60,7 +62,6 @@ class HttpEngine:
         folder: Path,
         samples: int,
         timeout_s: float,
-        start_s: float = START_S,
     ):
         self.family = family
         self.client = HttpClient(url, timeout_s=timeout_s)
@@ -68,8 +69,8 @@ class HttpEngine:
         self.batch_invariant = False
         self.concurrency = 1
         self._samples = samples
-        self._start_s = start_s
         self._parent = folder
+        self._used = folder / f"used-{re.sub(r'[^0-9A-Za-z]+', '-', self.url)}"
         self._shapes = shapes
         self._suppressed = np.flatnonzero(family.suppressed_V.numpy()).tolist()
         self._version = -1
@@ -99,8 +100,9 @@ class HttpEngine:
             raise
 
     async def _start(self) -> Mapping[str, Any]:
-        await self.client.healthy_within(self._start_s)
+        await self.client.healthy_within(RESTART_S if self._used.exists() else START_S)
         self._weights = await asyncio.to_thread(WeightFolder, self._parent)
+        self._used.touch()
         facts = self._facts = await self._read_facts()
         if (await self.client.get("/is_paused"))["is_paused"]:  # by a run that ended within an update
             await self.client.post("/resume")

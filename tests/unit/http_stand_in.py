@@ -165,6 +165,7 @@ class StandIn:
 def handler(server: StandIn) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # which would hold back what follows the headers for 40 ms
 
         def setup(self) -> None:
             super().setup()
@@ -180,7 +181,11 @@ def handler(server: StandIn) -> type[BaseHTTPRequestHandler]:
                 self.reply(*server.answer("GET", self.path, None))
 
         def do_POST(self) -> None:
-            raw = self.rfile.read(int(self.headers.get("content-length") or 0))
+            length = int(self.headers.get("content-length") or 0)
+            raw = self.rfile.read(length)
+            if len(raw) < length:  # the client has gone
+                self.close_connection = True
+                return
             body = json.loads(raw) if raw else None
             server.seen.append((self.path, body))
             if not self.path.endswith("generate"):

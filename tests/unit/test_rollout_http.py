@@ -10,6 +10,7 @@ import base64
 import copy
 import hashlib
 import pickle
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import cache
@@ -28,7 +29,7 @@ from stretto import build
 from stretto.actor.weights import iter_buckets
 from stretto.config import Config
 from stretto.observe.trace import Tracer
-from stretto.rollout import http_client
+from stretto.rollout import http, http_client
 from stretto.rollout.engine import EngineLost, GroupRequest, Sampling
 from stretto.rollout.http import HttpEngine
 from stretto.rollout.http_vllm import is_norm, weight_name
@@ -43,6 +44,8 @@ SAMPLING = Sampling(n=2, temperature=0.7, max_tokens=TOKENS, seed=3)
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "RETRY_WAITS_S", (0.01, 0.02, 0.04))
+    monkeypatch.setattr(http, "START_S", 0.2)
+    monkeypatch.setattr(http, "RESTART_S", 5.0)
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ def run(server: StandIn, folder: Path, work: Callable[[HttpEngine], Awaitable[An
     """What ``work`` returns of a started engine, which is closed."""
 
     async def main() -> Any:
-        known: dict[str, Any] = {"shapes": shapes, "folder": folder, "samples": 2, "timeout_s": 20.0, "start_s": 0.2}
+        known: dict[str, Any] = {"shapes": shapes, "folder": folder, "samples": 2, "timeout_s": 20.0}
         engine = HttpEngine(tiny.family(), server.url, **(known | options))
         try:
             await engine.start()
@@ -135,7 +138,7 @@ def test_more_masked_ids_than_a_gpus_runner_takes_are_refused(server: StandIn, t
     engine = HttpEngine(family, server.url, shapes=shapes, folder=tmp_path, samples=2, timeout_s=20)
     with pytest.raises(StrettoError, match=r"1200 ids have to be masked .* it takes 1024"):
         asyncio.run(engine.start())
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("*/*")) == []
 
 
 def test_a_probe_finds_raw_logprobs_whatever_the_options_say(server: StandIn, tmp_path: Path) -> None:
@@ -173,6 +176,17 @@ def test_no_server_is_a_lost_engine_that_names_it(tmp_path: Path) -> None:
     server.close()
     with pytest.raises(EngineLost, match=rf"GET {server.url}/health: .*asked for 0.2 s"):
         run(server, tmp_path, nothing)
+
+
+def test_a_server_that_the_run_has_used_is_given_the_time_to_come_back(
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(server, tmp_path, nothing)
+    server.healthy = False
+    timer = threading.Timer(0.8, lambda: setattr(server, "healthy", True))
+    timer.start()
+    run(server, tmp_path, nothing)
+    timer.join()
 
 
 def test_a_refusal_survives_the_way_to_another_process() -> None:
@@ -436,7 +450,7 @@ def test_what_the_server_reads_is_every_weight_bit_for_bit_and_older_versions_go
     named = dict(tiny.model(seed=1).named_parameters())
     assert held.keys() == named.keys()
     assert all(np.array_equal(held[name], p.detach().numpy()) for name, p in named.items())
-    assert list(tmp_path.iterdir()) == []  # closed
+    assert list(tmp_path.glob("*/*")) == []  # closed
 
 
 def test_bfloat16_weights_are_written_as_such(server: StandIn, tmp_path: Path) -> None:
@@ -497,18 +511,21 @@ def test_folders_of_killed_engines_are_removed_and_those_of_living_ones_are_not(
     (left / "lock").touch()
     (left / "version-1-ab").mkdir()
 
+    def folders() -> list[Path]:
+        return [lock.parent for lock in tmp_path.glob("*/lock")]
+
     async def work(first: HttpEngine) -> None:
         assert not left.exists()
-        (living,) = tmp_path.iterdir()
+        (living,) = folders()
 
         async def both(second: HttpEngine) -> None:
-            assert living.exists() and len(list(tmp_path.iterdir())) == 2
+            assert living in folders() and len(folders()) == 2
 
         other = HttpEngine(tiny.family(), server.url, shapes=shapes, folder=tmp_path, samples=2, timeout_s=20)
         await other.start()
         await both(other)
         await other.close()
-        assert list(tmp_path.iterdir()) == [living]
+        assert folders() == [living]
 
     run(server, tmp_path, work)
 
@@ -560,9 +577,7 @@ def test_the_router_gives_a_lost_servers_batch_to_another(server: StandIn, tmp_p
 
     async def main() -> list:
         router = Router(
-            lambda i: HttpEngine(
-                tiny.family(), urls[i], shapes=shapes, folder=tmp_path, samples=2, timeout_s=20, start_s=0.1
-            ),
+            lambda i: HttpEngine(tiny.family(), urls[i], shapes=shapes, folder=tmp_path, samples=2, timeout_s=20),
             2,
             max_restarts=1,
             timeout_s=20,
