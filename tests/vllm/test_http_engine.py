@@ -23,9 +23,11 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
-import tiny
 import torch
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+import tiny
 
 from stretto.actor.weights import iter_buckets
 from stretto.config import ModelConfig
