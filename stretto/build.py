@@ -98,18 +98,10 @@ def _vllm_engine(config: Config, device: str) -> Engine:
 
 
 def _http_engine(config: Config, replica: int) -> Engine:
-    problems: list[str] = []
     if find_spec("httpx2") is None:
-        problems.append("rollout.engine = \"http\" needs httpx2, which is not installed; pip install 'stretto[http]'")
-    if replica >= len(config.rollout.servers):
-        problems.append(
-            f"rollout.servers names {len(config.rollout.servers)} server(s) for rollout.replicas = "
-            f"{config.rollout.replicas}; name one for each"
+        raise ConfigError(
+            ["rollout.engine = \"http\" needs httpx2, which is not installed; pip install 'stretto[http]'"]
         )
-    if config.lora.rank > 0 and config.lora.publish == "adapter":
-        problems.append('rollout.engine = "http" takes whole weights: set lora.publish = "merged"')
-    if problems:
-        raise ConfigError(problems)
     from stretto.models.loading import load_family, without_weights
     from stretto.rollout.http import HttpEngine
 

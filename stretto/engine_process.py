@@ -30,10 +30,17 @@ class EngineProcess:
         self.config, self.place, self.replica = config, place, replica
         self._started: asyncio.Future[tuple[dict[str, Any], dict[str, Any]]] | None = None
 
-    async def start(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Builds the engine when first called; what it has set for itself, and what its ``RemoteEngine`` must know."""
+    async def begin(self) -> None:
+        """Begins to build the engine. ``start`` tells what comes of it: Ray would print an error of a call whose answer
+        nobody keeps, with its traceback.
+        """
         if self._started is None:
             self._started = asyncio.ensure_future(self._start())
+
+    async def start(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Builds the engine when first called; what it has set for itself, and what its ``RemoteEngine`` must know."""
+        await self.begin()
+        assert self._started is not None
         return await asyncio.shield(self._started)
 
     async def _start(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -103,7 +110,7 @@ def create_engine(config: Config, place: machine.Placement, replica: int) -> Any
     remote = ray.remote(max_restarts=0)(EngineProcess)
     share = machine.gpu_share(place, replica, engine=True)
     process = remote.options(num_cpus=1, max_concurrency=1000, **share).remote(config, place, replica)
-    process.start.remote()
+    process.begin.remote()
     return process
 
 
