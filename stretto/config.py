@@ -89,9 +89,7 @@ class RolloutConfig(Block):
     engine: Literal["hf", "vllm", "http"] = Field(
         "hf", description="hf: transformers; vllm: vLLM, started here; http: servers that someone else runs"
     )
-    servers: tuple[str, ...] = Field(
-        (), description="http: base URLs of OpenAI-compatible servers (vLLM, SGLang), one a replica"
-    )
+    servers: tuple[str, ...] = Field((), description="http: base URLs of vLLM servers, one a replica")
     tensor_parallel: PositiveInt = Field(1, description="vllm: GPUs of one engine (tensor-parallel width)")
     engine_args: dict[str, Any] = Field(
         {}, description="vllm: further engine arguments by vLLM's names, such as gpu_memory_utilization"

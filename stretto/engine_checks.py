@@ -34,6 +34,8 @@ def engine_problems(config: Config, reader: Reader) -> Iterator[Problem]:
             why="there is one replica a server; name each server by its base URL, such as http://127.0.0.1:8000, and "
             f"set replicas to {max(len(rollout.servers), 1)}",
         )
+    if double := [url for url in rollout.servers if rollout.servers.count(url) > 1]:
+        yield reader.problem("rollout.servers", why=f"{shown(double[0])} is named twice; name each server once")
     if wrong := [url for url in rollout.servers if not url.startswith(("http://", "https://"))]:
         yield reader.problem("rollout.servers", why=f"{shown(wrong[0])} is no URL; write http://host:port")
     if rollout.engine != "hf" and config.run.determinism == "exact" and not config.seams.replay:

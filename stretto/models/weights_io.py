@@ -104,6 +104,14 @@ class Arrival:
         return self._version
 
 
+def check_arrived(buckets: Iterable[WeightBucket], shapes: Mapping[str, Sequence[int]]) -> int:
+    """The version that ``buckets`` are, all of it. Raises StrettoError as ``Arrival`` does."""
+    arrival = Arrival(shapes)
+    for bucket in buckets:
+        arrival.take(bucket)
+    return arrival.end()
+
+
 @torch.no_grad()
 def load_buckets(model: nn.Module, buckets: Iterable[WeightBucket]) -> int:
     """Copy one published version into the model's parameters, in place (tied ones through the name they have as a

@@ -24,10 +24,11 @@ import numpy as np
 import torch
 
 from stretto.models.qwen3_vl import Qwen3VL
+from stretto.models.weights_io import check_arrived
 from stretto.rollout import http_vllm as wire
 from stretto.rollout.engine import EngineLost, GroupRequest, Sampling, Weights
 from stretto.rollout.http_client import HttpClient, Refused
-from stretto.rollout.http_weights import WeightFolder, check_whole, digests
+from stretto.rollout.http_weights import WeightFolder, digests
 from stretto.rollout.noise import sample_key
 from stretto.types import FinishReason, Response, StrettoError
 
@@ -51,6 +52,7 @@ class HttpEngine:
     """
 
     fixed_batches = False
+    batch_invariant = False
     live_update = False
 
     def __init__(
@@ -66,7 +68,6 @@ class HttpEngine:
         self.family = family
         self.client = HttpClient(url, timeout_s=timeout_s)
         self.url = self.client.url
-        self.batch_invariant = False
         self.concurrency = 1
         self._samples = samples
         self._parent = folder
@@ -109,7 +110,6 @@ class HttpEngine:
         self._tells_tags = await self._probe_logprobs() is not None and await self._has("/weight_info")
         await self._probe_folder()
         started_at = await self._server_start()
-        self.batch_invariant = facts.batch_invariant
         self.concurrency = max(1, facts.max_requests // self._samples)
         return {
             "server": self.url,
@@ -117,7 +117,6 @@ class HttpEngine:
             "server_model": facts.model,
             "server_dtype": facts.dtype,
             "server_device": facts.device,
-            "batch_invariant": facts.batch_invariant,
             "restart_seen_by": "weight version" if self._tells_tags else "process start" if started_at else "nothing",
         }
 
@@ -190,7 +189,7 @@ class HttpEngine:
     async def _load(self, version: int, weights: Weights) -> None:
         assert self._facts is not None
         self._version = -1
-        await asyncio.to_thread(check_whole, weights, self._shapes())
+        await asyncio.to_thread(check_arrived, weights, self._shapes())
         try:
             path = await asyncio.to_thread(self._folder.write, version, weights)
         except OSError as error:

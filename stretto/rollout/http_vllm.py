@@ -44,7 +44,6 @@ class Facts:
     device: str
     max_tokens: int
     max_requests: int
-    batch_invariant: bool
 
 
 def read_facts(url: str, version: str, info: Mapping[str, Any], *, tied: bool, suppressed: int) -> Facts:
@@ -66,7 +65,6 @@ def read_facts(url: str, version: str, info: Mapping[str, Any], *, tied: bool, s
             device=device,
             max_tokens=int(model["max_model_len"]),
             max_requests=int(scheduler["max_num_seqs"]),
-            batch_invariant=str(info.get("vllm_env", {}).get("VLLM_BATCH_INVARIANT")) in ("1", "True", "true"),
         )
         measure, chunked = model["logprobs_mode"], scheduler["enable_chunked_prefill"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -19,7 +19,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -107,26 +107,6 @@ def _remove_abandoned(parent: Path) -> None:
                 shutil.rmtree(lock.parent, ignore_errors=True)
             finally:
                 os.close(held)
-
-
-def check_whole(buckets: Sequence[WeightBucket], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises StrettoError where the buckets do not hold each of ``shapes`` exactly once: a server would take part of a
-    model without a word, and keep the rest as it was.
-    """
-    versions = {(bucket.version, bucket.count) for bucket in buckets}
-    if len(versions) != 1 or sorted(b.index for b in buckets) != list(range(len(buckets))):
-        got = ", ".join(f"{b.index} of {b.count} (version {b.version})" for b in buckets)
-        raise StrettoError(f"published weights: not all buckets of one version: {got or 'none'}")
-    if len(buckets) != buckets[0].count:
-        raise StrettoError(f"published weights: {len(buckets)} of {buckets[0].count} buckets")
-    found = {meta.name: meta.shape for bucket in buckets for meta in bucket.metas}
-    wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
-    if wrong:
-        name = wrong[0]
-        raise StrettoError(
-            f"published weights do not fit the model: {len(wrong)} differ, the first is {name!r} (published "
-            f"{found.get(name, 'not at all')}, model {shapes.get(name, 'has none')})"
-        )
 
 
 def digests(buckets: Sequence[WeightBucket], dtype: torch.dtype) -> dict[str, str]:

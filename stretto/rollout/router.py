@@ -241,13 +241,15 @@ class Router:
     # Serving -------------------------------------------------------------------------------------------------------
 
     async def _decode(self, replica: Replica, batch: DecodeBatch, offer: Offer | None) -> Decoded:
-        engine, given_up, begun = replica.engine, replica.given_up, time.monotonic()
+        engine, given_up, load_s = replica.engine, replica.given_up, 0.0
         async with replica.loading:
             # Its engine may hold a newer version by now, which a batch that names none is as well served by.
             newer = batch.offer is None and offer is not None and engine.version > offer.version
             if offer is not None and engine.version != offer.version and not newer:
+                begun = time.monotonic()  # what others wait meanwhile is no second load
                 await self._load(replica, offer)
-        load_s, version = time.monotonic() - begun, engine.version
+                load_s = time.monotonic() - begun
+        version = engine.version
         known = {"version": version, "replica": replica.index, "groups": len(batch.requests)}
         with self._tracer.span(batch.span, **batch.attrs, **known) as attrs:
             begun = time.monotonic()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from stretto.models.weight_sample import Sampled, sample
-from stretto.models.weights_io import Arrival
+from stretto.models.weights_io import check_arrived
 from stretto.rollout.engine import Weights
 from stretto.types import StrettoError, WeightBucket
 
@@ -61,11 +61,8 @@ class HostTransfer:
         self._segment: mmap.mmap | None = None
 
     def check(self, version: int, weights: Weights) -> None:
-        arrival = Arrival(self._shapes)
-        for bucket in weights:
-            arrival.take(bucket)
         # An older version has the weights that were asked for where the updates in between were skipped.
-        if (held := arrival.end()) > version:
+        if (held := check_arrived(weights, self._shapes)) > version:
             raise StrettoError(f"weights of version {version} were asked for, and those of version {held} came")
 
     async def send(self, version: int, weights: Weights, update: Update) -> list[Sampled]:

@@ -36,7 +36,7 @@ from stretto.rollout.http_vllm import is_norm, weight_name
 from stretto.rollout.http_weights import WeightFolder, digests
 from stretto.rollout.noise import sample_key
 from stretto.rollout.router import DecodeBatch, Offer, Router
-from stretto.types import ConfigError, StrettoError
+from stretto.types import StrettoError
 
 SAMPLING = Sampling(n=2, temperature=0.7, max_tokens=TOKENS, seed=3)
 
@@ -109,7 +109,7 @@ def test_a_start_says_what_the_server_is(server: StandIn, tmp_path: Path) -> Non
 
     async def told(engine: HttpEngine) -> None:
         assert (await engine.start())["vllm"] == "0.32.0"
-        assert (engine.fixed_batches, engine.live_update, engine.batch_invariant) == (False, False, True)
+        assert (engine.fixed_batches, engine.live_update, engine.batch_invariant) == (False, False, False)
         assert engine.concurrency == 4  # 8 requests at once, 2 a group
         assert engine.version == -1
 
@@ -475,10 +475,10 @@ def test_a_server_that_keeps_its_old_weights_in_silence_ends_the_run(server: Sta
 
 def test_part_of_a_model_is_never_sent(server: StandIn, tmp_path: Path) -> None:
     buckets = published(1)
-    with pytest.raises(StrettoError, match="not all buckets of one version"):
+    with pytest.raises(StrettoError, match=r"are mixed with bucket|got buckets"):
         run(server, tmp_path, lambda e: e.load_weights(1, buckets[1:]))
     fewer = lambda: {name: shape for name, shape in shapes().items() if "norm" not in name}  # noqa: E731
-    with pytest.raises(StrettoError, match="do not fit the model"):
+    with pytest.raises(StrettoError, match="is not a parameter of this model"):
         run(server, tmp_path, lambda e: e.load_weights(1, buckets), shapes=fewer)
     assert not any("/pause" in path for path in server.paths())
 
@@ -600,7 +600,7 @@ def test_the_router_gives_a_lost_servers_batch_to_another(server: StandIn, tmp_p
     assert server.url in notes[0]
 
 
-def test_build_picks_it_by_replica_and_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+def test_build_picks_it_by_replica(tmp_path: Path) -> None:
     blocks: dict[str, Any] = {
         "run": {"dir": str(tmp_path)},
         "model": {"config": tiny.BLOCK},
@@ -608,10 +608,6 @@ def test_build_picks_it_by_replica_and_refuses_what_it_cannot_do(tmp_path: Path)
     }
     engine = build.engine(Config(**blocks), "cpu", 1)
     assert isinstance(engine, HttpEngine) and engine.url == "http://b:2"
-    blocks["lora"] = {"rank": 4, "publish": "adapter"}
-    with pytest.raises(ConfigError) as caught:
-        build.engine(Config(**blocks), "cpu", 2)
-    assert "rollout.servers names 2" in str(caught.value) and 'lora.publish = "merged"' in str(caught.value)
 
 
 def test_digests_are_of_the_bytes_that_the_server_holds() -> None:
