@@ -227,14 +227,15 @@ def test_vllm_ends_with_an_engine_whose_process_is_killed(tmp_path):
     code = (
         "import asyncio, time; from vllm_case import Served, config; from stretto.rollout import vllm_compat\n"
         f"s = Served(config({str(tmp_path)!r}, 'vllm'))\n"
-        "print(*(p.pid for p in vllm_compat.processes(s.engine._llm)), flush=True); time.sleep(600)"
+        "print('pids', *(p.pid for p in vllm_compat.processes(s.engine._llm)), flush=True); time.sleep(600)"
     )
     folders = ":".join([*(str(Path(p)) for p in sys.path if "tests" in p), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": folders}
     )
     assert process.stdout is not None
-    pids = [int(pid) for pid in process.stdout.readline().split()]
+    line = next(line for line in process.stdout if line.startswith("pids"))  # vLLM writes there too
+    pids = [int(pid) for pid in line.split()[1:]]
     assert len(pids) >= 2 and not any(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids)
     process.kill()
     process.wait()
