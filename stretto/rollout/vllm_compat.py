@@ -114,15 +114,19 @@ def unlink_segments(llm: Any) -> None:
     semaphores that a library makes on import. It lives on until the last of them ends, and nothing is left of it
     however they do.
     """
-    names = set()
     for process in processes(llm):
-        names |= set(Path("/dev/shm").glob(f"sem.loky-{process.pid}-*"))
-        with suppress(OSError):
-            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-                if "/dev/shm/psm_" in line:
-                    names.add(Path(line[line.index("/") :]))
-    for name in names:
-        name.unlink(missing_ok=True)
+        for segment in segments(process.pid):
+            segment.unlink(missing_ok=True)
+
+
+def segments(pid: int) -> set[Path]:
+    """Named shared memory of one of vLLM's processes."""
+    names = set(Path("/dev/shm").glob(f"sem.loky-{pid}-*"))
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "/dev/shm/psm_" in line:
+                names.add(Path(line[line.index("/") :]))
+    return names
 
 
 class Progress:
