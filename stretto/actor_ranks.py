@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -169,6 +170,8 @@ class SendingProcess(ActorProcess):
 
     def __init__(self, config: Config, place: machine.Placement, plane: RayPlane, rank: int):
         super().__init__(config, place, plane, rank)
+        if not config.cluster.address:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         self.sender = build.sender(self.core)
 
     @ray.method(concurrency_group=SENDING)

@@ -90,6 +90,8 @@ class Run:
             self.weights.keep(version, self.weights[version - 1])
             step.merge({"published_bytes": 0})
         else:
+            if self.config.weight_transfer != "host":  # the actor holds s + 2 versions, and writes over the oldest
+                self.rollout.settle(version - self.config.staleness.max - 2)
             self.weights.keep(version, self.actor.publish(version))
             step.merge({"published_bytes": self.actor.published_bytes})
         self.rollout.offer(version, self.weights[version])

@@ -80,6 +80,14 @@ def engine_problems(config: Config, reader: Reader) -> Iterator[Problem]:
             why="a GPU is shared by one rank and one engine of one GPU; make data_parallel and replicas equal, and "
             "tensor_parallel 1",
         )
+    if config.cluster.device == "cpu" and config.weight_transfer != "host":
+        yield reader.problem(
+            "cluster.device",
+            "cluster.colocate",
+            "rollout.weight_transfer",
+            why="weights that stay in GPU memory need a GPU; leave colocate out and set weight_transfer to "
+            '"auto", or device to "cuda"',
+        )
     if rollout.weight_transfer == "nccl" and config.cluster.colocate:
         yield reader.problem(
             "rollout.weight_transfer",

@@ -17,7 +17,7 @@ from stretto import build, machine
 from stretto.config import Config
 from stretto.remote import cause_of, memory_mib, unwrapped
 from stretto.rollout.engine import EngineLost, GroupRequest, Sampling, Weights
-from stretto.types import DeviceWeights, Response, StrettoError
+from stretto.types import DeviceWeights, Response, StrettoError, WeightsLost
 
 CLOSE_S = 1.0
 """How long an engine may take to end by itself."""
@@ -88,14 +88,28 @@ class _Sender:
     weights: DeviceWeights
 
     async def invite(self) -> bytes:
-        group: bytes = await self.rank.invite.remote(self.replica)
+        group: bytes = await _sent(self.rank.invite.remote(self.replica))
         return group
 
     async def admit(self, world: int) -> None:
-        await self.rank.admit.remote(self.replica, world)
+        await _sent(self.rank.admit.remote(self.replica, world))
 
     async def send(self) -> None:
-        await self.rank.send.remote(self.replica, self.weights)
+        await _sent(self.rank.send.remote(self.replica, self.weights))
+
+
+async def _sent(call: Any) -> Any:
+    """Raises EngineLost where sending fails, whose end of it an engine is: another one may do better. WeightsLost where
+    no other would.
+    """
+    try:
+        return await call
+    except RayTaskError as error:
+        if isinstance(cause := unwrapped(error), WeightsLost):
+            raise cause from None
+        raise EngineLost(cause_of(error)) from None
+    except RayError as error:
+        raise EngineLost(cause_of(error)) from None
 
 
 def _within_reach(bucket: Any, replica: int) -> Any:
@@ -103,6 +117,12 @@ def _within_reach(bucket: Any, replica: int) -> Any:
     if not isinstance(bucket, DeviceWeights) or bucket.sender is None:
         return bucket
     return replace(bucket, sender=_Sender(bucket.sender, replica, replace(bucket, sender=None)))
+
+
+def _take_back(sending: asyncio.Future[Any]) -> None:
+    """Cancel a call that was made after whoever wanted it had gone."""
+    if not sending.cancelled() and sending.exception() is None:
+        ray.cancel(sending.result())
 
 
 def create_engine(config: Config, place: machine.Placement, replica: int) -> Any:
@@ -155,8 +175,13 @@ class RemoteEngine:
         return groups
 
     async def _ask(self, method: str, *args: Any) -> Any:
-        # Pixels are copied into Ray's store by this call, hence the thread.
-        ref = await asyncio.to_thread(getattr(self.process, method).remote, *args)
+        # Pixels are copied into Ray's store by this call, hence the thread, which goes on where this is cancelled.
+        sending = asyncio.ensure_future(asyncio.to_thread(getattr(self.process, method).remote, *args))
+        try:
+            ref = await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            sending.add_done_callback(_take_back)
+            raise
         try:
             return await ref
         except asyncio.CancelledError:

@@ -146,13 +146,12 @@ def _device(config: Config) -> tuple[Literal["cpu", "cuda"], str]:
     need += " can be seen here"
     if gpus >= needed:
         return "cuda", ""
-    if asked == "cuda":
+    on_gpus = config.weight_transfer != "host"  # weights that never leave them
+    if asked == "cuda" or on_gpus:
         lower = "one of the two" if engines else "it"
+        cpu = "take cluster.colocate and rollout.weight_transfer out" if on_gpus else 'set cluster.device = "cpu"'
         raise ConfigError(
-            [
-                f'cluster.device = "cuda": {need}; make more visible (CUDA_VISIBLE_DEVICES), lower {lower}, '
-                'or set cluster.device = "cpu"'
-            ]
+            [f'cluster.device = "{asked}": {need}; make more visible (CUDA_VISIBLE_DEVICES), lower {lower}, or {cpu}']
         )
     return "cpu", f'cluster.device = "auto" chose the CPU: {need}'
 

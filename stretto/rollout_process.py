@@ -109,7 +109,8 @@ class Rollout:
         self._bounded = config.staleness.mode == "bounded"
         self._turns = 0
         self._runs: dict[int, Any] = {}
-        self._evaluations: list[Any] = []
+        self._evaluations: list[tuple[int, Any]] = []
+        """Their versions and calls, in the order they were queued."""
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -151,7 +152,13 @@ class Rollout:
 
     def evaluate(self, split: Split, prompts: int, version: int, refs: list[Any]) -> None:
         """Queue an evaluation."""
-        self._evaluations.append(self.process.evaluate.remote(self._next_turn(), split, prompts, version, refs))
+        call = self.process.evaluate.remote(self._next_turn(), split, prompts, version, refs)
+        self._evaluations.append((version, call))
+
+    def settle(self, version: int) -> None:
+        """Wait for the evaluations of versions up to ``version``, whose weights are about to be overwritten."""
+        if calls := [call for of, call in self._evaluations if of <= version]:
+            ray.wait(calls, num_returns=len(calls))
 
     def _next_turn(self) -> int:
         self._turns += 1
@@ -159,7 +166,7 @@ class Rollout:
 
     def evaluations(self, *, wait: bool = False) -> list[Evaluation]:
         """Those that have come in since the last call, in the order they were queued; with ``wait``, all."""
-        done = self._evaluations
+        done = [call for _, call in self._evaluations]
         if not wait and done:
             ready, _ = ray.wait(done, num_returns=len(done), timeout=0)
             done = list(itertools.takewhile(lambda ref: ref in ready, done))

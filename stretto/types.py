@@ -317,6 +317,10 @@ class StrettoError(Exception):
     """An error that ends a run with one clear message; the CLI prints it without a traceback."""
 
 
+class WeightsLost(StrettoError):
+    """The weights of a version that is still to be used are gone, for every engine."""
+
+
 class CollectiveError(StrettoError):
     """An actor rank could not finish an operation with its siblings. Mostly a consequence: the cause is what happened
     to the sibling, and is reported in its place where it is known.

@@ -21,7 +21,7 @@ from stretto.actor.weights import BUCKET_BYTES, iter_buckets
 from stretto.models.device_io import STAMP, Communicator, gpu_uuid, ipc_handle, layout, pieces, stamp, unique_id, view
 from stretto.models.weight_sample import sample_tensors
 from stretto.models.weights_io import Sendable, dtype_name
-from stretto.types import DeviceWeights, StrettoError, TensorMeta, WeightBucket
+from stretto.types import DeviceWeights, StrettoError, TensorMeta, WeightBucket, WeightsLost
 
 SEND_S = 120.0
 """How long one version may take to be sent before its receiver is given up; a snapshot that is being sent is not
@@ -90,14 +90,14 @@ class Snapshots:
 
     @contextmanager
     def reading(self, weights: DeviceWeights) -> Iterator[Tensor]:
-        """The buffer of a version, not written to in the body. Raises StrettoError where it is no longer held."""
+        """The buffer of a version, not written to in the body. Raises WeightsLost where it is no longer held."""
         for slot in self._slots:
             if slot.weights is not None and slot.weights.serial == weights.serial:
                 with slot.reading:
                     if slot.weights.serial == weights.serial:
                         yield slot.buffer
                         return
-        raise StrettoError(
+        raise WeightsLost(
             f"the weights of version {weights.version} are no longer held: {self.kept} newer versions have been "
             "published since; resume from the last checkpoint"
         )

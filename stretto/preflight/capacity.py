@@ -60,6 +60,8 @@ def needs(case: Case) -> Needs:
     versions = (config.staleness.max + 2) * version
     others = _tags(config) * changing * (FLOAT32 if config.model.dtype == "float32" else 2) + case.teacher_bytes
     engine = weights + (version if config.lora.rank > 0 and config.lora.publish == "adapter" else 0)
+    if config.weight_transfer != "host":  # the versions that engines may still take lie on the rank's device
+        rank += versions
     return Needs(rank, others, engine + cache, cache, versions, object_store_bytes(config))
 
 

@@ -249,6 +249,8 @@ class Router:
                 begun = time.monotonic()  # what others wait meanwhile is no second load
                 await self._load(replica, offer)
                 load_s = time.monotonic() - begun
+            if batch.offer is None and given_up.is_set():  # while it loaded
+                raise GivenUp
         version = engine.version
         known = {"version": version, "replica": replica.index, "groups": len(batch.requests)}
         with self._tracer.span(batch.span, **batch.attrs, **known) as attrs:

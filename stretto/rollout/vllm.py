@@ -71,7 +71,8 @@ class VllmEngine:
     async def start(self) -> Mapping[str, Any]:
         """Raises ConfigError for engine arguments that can not be used, StrettoError where vLLM is not installed."""
         release = vllm_compat.release()
-        vllm_compat.prepare_environment(self.device, torch.get_num_threads())
+        alone = not self.config.cluster.address
+        vllm_compat.prepare_environment(self.device, torch.get_num_threads(), loopback=alone)
         Path(self.config.run.dir).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="vllm-model-", dir=self.config.run.dir) as folder:
             arguments = await asyncio.to_thread(self._arguments, folder)
@@ -127,6 +128,7 @@ class VllmEngine:
         llm = self._llm
         await llm.pause_generation(mode="keep", clear_cache=True)
         tokens = await self._progress.tokens(self._spans)
+        before = set(self._spans)
         await llm.start_weight_update()
         sampled = await self._transfer.send(version, weights, partial(vllm_compat.update_weights, llm))
         await llm.finish_weight_update()
@@ -137,8 +139,9 @@ class VllmEngine:
                 f"{len(differing)} of {len(sampled)} tensors that were compared: {differing[0]}"
             )
         self._version = version
-        for name, count in tokens.items():
-            self._spans[name].begin(version, count)
+        for name, spans in self._spans.items():
+            if name in tokens or name not in before:  # others have ended; or came meanwhile, and wait
+                spans.begin(version, tokens.get(name, 0))
         await llm.resume_generation()
 
     # Responses -----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ ENVIRONMENT = {
     # A forked worker would inherit the threads and locks of an engine that runs an event loop and Ray.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
+LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """The engine's process is pinned already."""
 
@@ -39,13 +40,14 @@ def release() -> str:
     )
 
 
-def prepare_environment(device: str, threads: int) -> None:
-    """For vLLM in this process and in those that it starts; what the user has set stays. ``threads``: of each worker.
+def prepare_environment(device: str, threads: int, *, loopback: bool) -> None:
+    """For vLLM in this process and in those that it starts; what the user has set stays. ``threads``: of each worker;
+    ``loopback``: all that they talk to is on this machine.
 
     Must run before vLLM is imported.
     """
     os.environ[ENGINE_VARIABLE] = str(os.getpid())
-    wanted = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
+    wanted = ENVIRONMENT | (LOOPBACK if loopback else {}) | (CPU_ENVIRONMENT if device == "cpu" else {})
     os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
     if device == "cpu":
         os.environ["OMP_NUM_THREADS"] = str(threads)

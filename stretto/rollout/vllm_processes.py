@@ -22,6 +22,9 @@ while it was idle."""
 ENGINE_VARIABLE = "ENGINE_OF_STRETTO"
 """Environment variable of vLLM's processes: the pid of the engine that they belong to."""
 
+CORE = "EngineCore"
+"""In the title of vLLM's core."""
+
 T = TypeVar("T")
 
 
@@ -87,8 +90,12 @@ def end_with_the_engine() -> None:
     core would wait for requests forever.
     """
     engine = int(os.environ[ENGINE_VARIABLE])
-    parent = psutil.Process(os.getppid())
-    core = None if parent.pid == engine else parent  # a worker may live in the core's process
+    core = None  # a worker may live in the core's process; and whoever adopted an orphan is not ours to end
+    with suppress(psutil.Error):
+        parent = psutil.Process(os.getppid())
+        # The title that vLLM gives it takes the place of its environment, too.
+        if parent.pid != engine and any(CORE in part for part in parent.cmdline()):
+            core = parent
     threading.Thread(target=_end_after, args=(engine, core), name="engine-watch", daemon=True).start()
 
 

@@ -26,6 +26,7 @@ from stretto.rollout.device_receiver import Receiver
 from stretto.rollout.device_transfer import DeviceTransfer
 from stretto.rollout.vllm_processes import end_with_the_engine
 from stretto.rollout.vllm_transfer import HostTransfer
+from stretto.types import StrettoError
 
 
 @dataclass
@@ -115,6 +116,8 @@ class WeightsOnDevice(HostWeights):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._receiver = Receiver(self.device, self.parallel_config.rank)
+        self.lost = ""
+        """Why what was taken last is not the version that was asked for; vLLM would only say that a call failed."""
 
     def receive_weights(self, update_info: Any) -> None:
         if update_info.group:
@@ -128,7 +131,11 @@ class WeightsOnDevice(HostWeights):
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
         torch.cuda.synchronize(self.device)
-        self._receiver.verify()
+        self.lost = ""
+        try:
+            self._receiver.verify()
+        except StrettoError as error:
+            self.lost = str(error)
 
     def shutdown(self) -> None:
         self._receiver.close()
@@ -144,10 +151,13 @@ class WorkerExtension:
     """Methods that vLLM adds to its workers; the engine calls them by name."""
 
     model_runner: Any
+    weight_transfer_engine: Any
 
     def stretto_differing(self, sampled: list[list[Any]]) -> list[str]:
         """Names of those tensors of a sample (``weight_sample.Sampled``, as lists of its fields) that this worker
         holds other values of, with what differs.
         """
+        if lost := getattr(self.weight_transfer_engine, "lost", ""):
+            return [lost]
         model = self.model_runner.get_model()
         return [text for fields in sampled if (text := vllm_held.difference(model, *fields))]

@@ -94,6 +94,52 @@ async def run(fleet, restarts):
     return case, counts, pids
 
 
+def test_a_call_that_is_cancelled_before_it_was_made_is_taken_back():
+    """What is cancelled while its arguments are still being handed to Ray would go on with nobody to cancel it."""
+
+    class Slow:
+        def __init__(self):
+            self.ended = []
+
+        async def generate(self, requests, sampling):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.ended.append("cancelled")
+                raise
+
+        async def seen(self):
+            return self.ended
+
+    class Handed:
+        """Takes a while to hand a call over."""
+
+        def __init__(self, actor):
+            self.actor = actor
+            self.generate = self
+
+        def remote(self, *args):
+            time.sleep(0.3)
+            return self.actor.generate.remote(*args)
+
+    async def body(actor):
+        assert await actor.seen.remote() == []
+        engine = RemoteEngine(Handed(actor))
+        call = asyncio.create_task(engine.generate([], None))
+        await asyncio.sleep(0.1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        deadline = time.monotonic() + 10
+        while not (ended := await actor.seen.remote()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        return ended
+
+    actor = ray.remote(num_cpus=0)(Slow).options(max_concurrency=10).remote()
+    assert asyncio.run(body(actor)) == ["cancelled"]
+    ray.kill(actor)
+
+
 @pytest.mark.case("E3")
 @pytest.mark.parametrize(("how", "failing"), [("raises", {0, 1}), ("exits", {0}), ("exits", {0, 1}), ("hangs", {0, 1})])
 def test_the_work_goes_on_elsewhere_and_no_sample_is_lost_or_doubled(how, failing):

@@ -90,12 +90,12 @@ def test_an_engine_gets_as_many_gpus_as_its_tensor_parallel_width(monkeypatch, g
         assert machine.gpu_share(found, 0) == {"num_gpus": 1}
 
 
-@pytest.mark.parametrize(("gpus", "device"), [(1, "cpu"), (2, "cuda")])
-def test_a_rank_and_an_engine_that_share_a_gpu_need_one(monkeypatch, gpus, device):
-    found = vllm(monkeypatch, gpus, ranks=2, replicas=2, colocate=True)
-    assert found.device == device
-    if device == "cpu":
-        assert "share a GPU with an engine each, so 2, and 1 can be seen" in found.note
+def test_a_rank_and_an_engine_that_share_a_gpu_need_one_and_never_fall_back_to_the_cpu(monkeypatch):
+    assert vllm(monkeypatch, 2, ranks=2, replicas=2, colocate=True).device == "cuda"
+    with pytest.raises(
+        ConfigError, match=r"share a GPU with an engine each, so 2, and 1 can be seen.*take cluster.colo"
+    ):
+        vllm(monkeypatch, 1, ranks=2, replicas=2, colocate=True)
     with pytest.raises(ConfigError, match=r"so 2, and 0 can be seen"):
         vllm(monkeypatch, 0, ranks=2, replicas=2, colocate=True, device="cuda")
 

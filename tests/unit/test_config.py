@@ -57,6 +57,7 @@ switches.processor_pool=0 switches.logprob_reuse=false switches.chunk_overlap=fa
 """
 
 MODEL = "model.path=org/model"
+TWICE = 'rollout.servers=["http://a", "http://a"]'
 SERVERS = 'rollout.servers=["a:80", "http://b"]'
 
 
@@ -408,6 +409,16 @@ def test_a_recipe_that_is_not_toml_says_where(tmp_path):
             '"merged"',
         ),
         (["cluster.colocate=true"], "cluster.colocate = true (--set), rollout.engine", "or leave it out"),
+        (
+            ["rollout.engine=vllm", "run.determinism=fast", "cluster.colocate=true", "cluster.device=cpu"],
+            'cluster.device = "cpu" (--set), cluster.colocate = true (--set)',
+            "need a GPU",
+        ),
+        (
+            ["rollout.engine=http", "run.determinism=fast", "rollout.replicas=2", TWICE],
+            "rollout.servers = ",
+            "is named twice",
+        ),
         (
             ["rollout.engine=vllm", "run.determinism=fast", "rollout.weight_transfer=ipc"],
             'rollout.weight_transfer = "ipc" (--set), cluster.colocate = false (default)',

@@ -153,6 +153,18 @@ def test_abort_begins_the_same_batches_again_under_the_new_weights():
     with_fleet(body, TokenByToken(live=False), in_flight="abort")
 
 
+def test_abort_generates_nothing_by_a_version_that_was_replaced_while_it_was_loaded():
+    async def body(fleet):
+        fleet.router.offer(0, ["weights 0"])
+        task = asyncio.create_task(fleet.router.generate(batch(0, version=None)))
+        await asyncio.sleep(TOKEN_S / 4)  # version 0 is being loaded
+        fleet.router.offer(1, ["weights 1"])
+        assert stamps(await task) == [1] * TOKENS
+        assert fleet.engine(0).loads == [(0, 0), (1, 0)] and fleet.engine(0).begun == 1
+
+    with_fleet(body, TokenByToken(live=False), in_flight="abort")
+
+
 @pytest.mark.parametrize("policy", ["abort", "keep"])
 def test_a_batch_that_names_its_version_is_left_alone_whatever_the_policy(policy):
     async def body(fleet):

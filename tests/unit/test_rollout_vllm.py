@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -135,3 +137,24 @@ def test_weights_of_a_later_version_than_asked_are_refused_and_those_before_skip
     transfer.check(2, buckets(version=1))
     with pytest.raises(StrettoError, match="got buckets"):
         transfer.check(1, buckets()[1:])
+
+
+WORKER = "from stretto.rollout.vllm_processes import *; end_with_the_engine(); time.sleep(60)"
+CORE = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {WORKER!r}]).wait(), flush=True)"
+
+
+@pytest.mark.parametrize("of_the_engine", [True, False])
+def test_a_worker_ends_with_its_engine_and_takes_the_core_along_but_nobody_who_adopted_it(of_the_engine):
+    """The engine has ended before its worker looks. Its parent is the core, or whoever adopts orphans."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    environment = os.environ | {"ENGINE_OF_STRETTO": str(gone.pid)}
+    start = CORE if of_the_engine else CORE.replace(".Popen(", f".Popen(env={dict(environment)!r}, args=")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", start, *(["VLLM::EngineCore"] if of_the_engine else [])],
+        env=environment if of_the_engine else dict(os.environ),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    said, _ = parent.communicate(timeout=60)
+    assert (parent.returncode, said.strip()) == ((-9, "") if of_the_engine else (0, "-9"))
