@@ -191,6 +191,8 @@ class RemoteEngine:
             cause = unwrapped(error)
             if isinstance(cause, StrettoError):
                 raise cause from None
+            if isinstance(error.cause, EngineLost):
+                raise error.cause from None
             raise EngineLost(cause_of(error)) from None
         except RayError as error:
             raise EngineLost(cause_of(error)) from None

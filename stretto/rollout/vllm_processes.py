@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import psutil
 
 from stretto.rollout.engine import EngineLost
+from stretto.types import StrettoError
 
 WATCH_S = 0.3
 """Between two looks at the processes. vLLM tells of a core that died, but a call waits forever for a worker that ended
@@ -62,8 +63,14 @@ class Processes:
                 task.cancel()
                 with suppress(asyncio.CancelledError, Exception):
                     await task
-        if self._gone.done() and (task.cancelled() or task.exception() is not None):
+        if task.cancelled():
             raise EngineLost(self._gone.result())
+        error = task.exception()
+        if error is not None and not isinstance(error, StrettoError):
+            # What a call says of a process that died is less than which one did.
+            await asyncio.wait({self._gone}, timeout=2 * WATCH_S)
+            if self._gone.done():
+                raise EngineLost(self._gone.result()) from error
         return task.result()
 
     def kill(self) -> None:
