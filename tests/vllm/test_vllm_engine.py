@@ -132,6 +132,37 @@ def test_tokens_are_stamped_with_the_weights_that_made_them(served):
     assert {(r.version_start, r.version_end) for r in flat(late)} == {(3, 3)}
 
 
+def test_what_comes_and_goes_while_weights_are_taken_is_stamped_right_and_ends_nothing(served, monkeypatch):
+    """A request that is made during an update waits, and is of the new version alone; one that is given up then, as
+    one that is over, is nobody's concern.
+    """
+    asked, long = requests(partition=7), replace(SAMPLING, n=4, max_tokens=300, temperature=1.5)
+    engine, send = served.engine, served.engine._transfer.send
+
+    async def body():
+        before = asyncio.ensure_future(engine.generate(asked[:2], long))
+        given_up = asyncio.ensure_future(engine.generate(asked[2:], long))
+        late = []
+
+        async def meanwhile(version, weights, update):
+            late.append(asyncio.ensure_future(engine.generate(asked[:1], SAMPLING)))
+            given_up.cancel()
+            await asyncio.sleep(0.5)
+            return await send(version, weights, update)
+
+        monkeypatch.setattr(engine._transfer, "send", meanwhile)
+        await asyncio.sleep(0.7)
+        await engine.load_weights(4, published(4, 4))
+        assert given_up.cancelled()
+        return await before, await late[0]
+
+    before, late = served.do(body())
+    ends = [(r.version_start, r.version_end) for r in flat(before)]  # some may be over before
+    assert (1, 4) in ends and set(ends) <= {(1, 1), (1, 4)}
+    assert {(r.version_start, r.version_end, r.token_versions is None) for r in flat(late)} == {(4, 4, True)}
+    assert_logprobs(model(4), asked[:1], late)
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     "name",
