@@ -58,6 +58,8 @@ def test_a_run_whose_engine_is_killed_goes_on_and_trains_every_prompt_once(marke
     process = running.start(recipe(tmp_path, marked))
     seen = running.wait_for(process, "update 2/6", 200)
     before = vllm_processes(marked)
+    open_to = {c.laddr.ip for p in before for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert open_to <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     before[0].kill()
     killed = time.monotonic()
     seen += running.wait_for(process, "restart 1 of 3")
