@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stretto.models.weights_io import dtype_name
+from stretto.models.weights_io import torch_dtype
 from stretto.types import DeviceWeights, StrettoError, TensorMeta
 
 ALIGN = 256
@@ -22,7 +22,6 @@ STAMP = 8
 PIECE_BYTES = 512 * 2**20
 """What one broadcast sends: the receiver holds the pieces that it has not loaded yet."""
 UNIQUE_ID_BYTES = 128
-_DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
 
 
 def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
@@ -38,12 +37,12 @@ def meta_bytes(meta: TensorMeta) -> int:
     count = 1
     for side in meta.shape:
         count *= side
-    return count * _DTYPES[meta.dtype].itemsize
+    return count * torch_dtype(meta.dtype).itemsize
 
 
 def view(buffer: Tensor, meta: TensorMeta, offset: int) -> Tensor:
     """One tensor of a buffer of bytes, not copied."""
-    return buffer[offset : offset + meta_bytes(meta)].view(_DTYPES[meta.dtype]).view(meta.shape)
+    return buffer[offset : offset + meta_bytes(meta)].view(torch_dtype(meta.dtype)).view(meta.shape)
 
 
 def stamp(buffer: Tensor, size: int) -> Tensor:

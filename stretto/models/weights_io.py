@@ -33,6 +33,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _HOST[dtype][0]
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """The type of that name, see ``dtype_name``."""
+    return next(kind for kind, (known, _) in _HOST.items() if known == name)
+
+
 def to_host(tensor: Sendable, dtype: torch.dtype) -> np.ndarray:
     """A copy of ``tensor`` on the host, cast to ``dtype``, C-contiguous; bfloat16 as uint16 bits."""
     host = tensor.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
@@ -47,7 +52,7 @@ def from_host(array: np.ndarray, dtype: str) -> Tensor:
         # Weights come as read-only views of shared memory. A copy of gigabytes would only serve to be read once.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(array)
-    return tensor.view(next(kind for kind, (name, _) in _HOST.items() if name == dtype))
+    return tensor.view(torch_dtype(dtype))
 
 
 class Arrival:
