@@ -30,6 +30,7 @@ from stretto.rollout.engine import EngineLost, GroupRequest, Sampling, Weights
 from stretto.rollout.http_client import HttpClient, Refused
 from stretto.rollout.http_weights import WeightFolder, digests
 from stretto.rollout.noise import sample_key
+from stretto.rollout.together import together
 from stretto.types import FinishReason, Response, StrettoError
 
 START_S = 30.0
@@ -278,7 +279,7 @@ class HttpEngine:
                     f"= {sampling.max_tokens} are {needed} tokens; the server takes {self._facts.max_tokens}: set "
                     "--max-model-len higher"
                 )
-        groups = await _all(self._group(request, sampling) for request in requests)
+        groups = await together(self._group(request, sampling) for request in requests)
         if self._version >= 0 and not self._tells_tags and await self._server_start() != self._started_at:
             raise EngineLost(f"{self.url} was restarted, and has lost the weights of version {self._version}")
         return groups
@@ -297,7 +298,7 @@ class HttpEngine:
                 tag=self._tag,
             )
         )
-        answers = await _all(self.client.post(wire.GENERATE, part) for part in parts)
+        answers = await together(self.client.post(wire.GENERATE, part) for part in parts)
         return [self._response(wire.read_answer(self.url, a, prompt.prompt_ids), sampling) for a in answers]
 
     def _response(self, answer: wire.Answer, sampling: Sampling) -> Response:
@@ -371,17 +372,6 @@ class HttpEngine:
         await self.client.close()
         if self._weights is not None:
             await asyncio.to_thread(self._weights.remove)
-
-
-async def _all(works: Any) -> list[Any]:
-    """As gather, but where one fails the others are cancelled, and have ended."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _plain(name: str) -> str:

@@ -28,6 +28,7 @@ from stretto.models.qwen3_vl import Qwen3VL
 from stretto.rollout import vllm_compat
 from stretto.rollout.engine import EngineLost, GroupRequest, Sampling, Weights
 from stretto.rollout.noise import sample_key
+from stretto.rollout.together import together
 from stretto.rollout.vllm_args import engine_arguments
 from stretto.rollout.vllm_inputs import engine_input
 from stretto.rollout.vllm_outputs import Spans, check_prompt, response, sampling_params
@@ -159,7 +160,7 @@ class VllmEngine:
             for request, prompt in zip(requests, inputs, strict=True)
             for i in range(sampling.n)
         ]
-        responses = await self._processes.alive(_all(samples))
+        responses = await self._processes.alive(together(samples))
         return [responses[i : i + sampling.n] for i in range(0, len(responses), sampling.n)]
 
     def _check_length(self, request: GroupRequest, sampling: Sampling) -> None:
@@ -190,14 +191,3 @@ class VllmEngine:
             del self._spans[name]
         check_prompt(request.prompt.prompt_ids, last.prompt_token_ids)
         return response(last, spans, sampling, self.family)
-
-
-async def _all(calls: Sequence[Any]) -> list[Response]:
-    """Their results in order; the first error ends the others."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
