@@ -40,9 +40,14 @@ def recipe(folder: Path, run: Path, *, updates: int = UPDATES, **rollout) -> Pat
 
 def vllm_processes(run: Path) -> list[psutil.Process]:
     """vLLM's own below the engine: the core first. Their titles have taken the place of their environment."""
-    (engine,) = that_run("EngineProcess", processes_of(run))
-    (core,) = [p for p in engine.children() if "EngineCore" in "".join(p.cmdline())]
-    return [core, *core.children(recursive=True)]
+    deadline = time.monotonic() + 10
+    while True:  # a process that ends meanwhile can hide others from whoever lists them
+        engines = that_run("EngineProcess", processes_of(run))
+        below = [child for engine in engines for child in engine.children()]
+        if cores := that_run("EngineCore", below):
+            return [cores[0], *cores[0].children(recursive=True)]
+        assert time.monotonic() < deadline, [(p.pid, p.ppid(), p.cmdline()) for p in (*engines, *below)]
+        time.sleep(0.1)
 
 
 def trained(run: Path) -> list[tuple[list[int], list[int]]]:
