@@ -19,6 +19,12 @@ READ_BY = {
 
 def engine_problems(config: Config, reader: Reader) -> Iterator[Problem]:
     """Every way in which the options of a rollout engine do not fit it, or one another."""
+    yield from _engine(config, reader)
+    yield from _weights(config, reader)
+    yield from _placement(config, reader)
+
+
+def _engine(config: Config, reader: Reader) -> Iterator[Problem]:
     rollout = config.rollout
     for key, engines in READ_BY.items():
         if rollout.engine not in engines and getattr(rollout, key) != type(rollout).model_fields[key].default:
@@ -45,6 +51,10 @@ def engine_problems(config: Config, reader: Reader) -> Iterator[Problem]:
             why="that engine forms its batches by what has arrived, and its bits depend on them (with images even "
             'where VLLM_BATCH_INVARIANT=1 is set); set determinism to "fast"',
         )
+
+
+def _weights(config: Config, reader: Reader) -> Iterator[Problem]:
+    rollout = config.rollout
     if rollout.in_flight != "finish" and config.staleness.mode == "lockstep":
         yield reader.problem(
             "rollout.in_flight",
@@ -65,6 +75,10 @@ def engine_problems(config: Config, reader: Reader) -> Iterator[Problem]:
             "rollout.engine",
             why='that engine takes whole weights; set lora.publish to "merged"',
         )
+
+
+def _placement(config: Config, reader: Reader) -> Iterator[Problem]:
+    rollout = config.rollout
     if config.cluster.colocate and rollout.engine != "vllm":
         yield reader.problem(
             "cluster.colocate",
