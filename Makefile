@@ -14,8 +14,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.complete
 VLLM_STAMP := .venv-vllm/.complete
-# System tests that measure no time: they run beside the unit tests, on the core that a run leaves idle.
-BESIDE := $(addprefix tests/system/test_,switch_runs.py combination_runs.py files.py bench_runs.py)
+# The file that takes longest, so that it does not begin last.
+FIRST := tests/system/test_switch_runs.py
 
 .PHONY: help venv venv-vllm demo parity bench test test-long test-gpu test-vllm check fmt lock clean
 
@@ -42,8 +42,9 @@ bench: venv ## measure what each switch is worth on two cores, and report it: ab
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash recipes/bench.sh
 
 test: check ## everything that CI checks: static checks, unit and system tests
-	@status=0; $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(BESIDE) tests/unit || status=1; \
-	$(BIN)/python -m pytest tests/system $(BESIDE:%=--ignore %) || status=1; exit $$status
+	@status=0; $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not long and not gpu" \
+		$(FIRST) tests/system tests/unit || status=1; \
+	$(BIN)/python -m pytest -m "alone and not long and not gpu" tests/system || status=1; exit $$status
 
 test-long: venv ## the matrices and the runs over many seeds
 	@$(BIN)/python -m pytest -m "long and not gpu" --timeout 3600

@@ -126,8 +126,8 @@ def labelled(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _enlarged() -> tuple[np.ndarray, np.ndarray]:
-    """All images and what they show, from the file that ``load_digits`` reads: importing sklearn takes every process that
-    opens this data set two to three seconds.
+    """All images and what they show, from the file that ``load_digits`` reads: importing sklearn takes every process
+    that opens this data set two to three seconds.
     """
     file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
     rows = np.loadtxt(str(file), delimiter=",")

@@ -17,6 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from processes import wait_until_gone
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that looks at /dev/shm or at a Ray of its own session must be alone on the machine."""
+    for item in items:
+        if {"marked", "ray_session"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("alone")
+
+
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """Ray with 8 logical CPUs and 300 MB of object store, on loopback; shut down when the session ends."""

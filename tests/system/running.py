@@ -72,12 +72,12 @@ def stretto(*words: str, output: IO[str] | int = subprocess.PIPE) -> subprocess.
     )
 
 
-def finish(process: subprocess.Popen[str], limit_s: float = 110) -> str:
+def finish(process: subprocess.Popen[str], limit_s: float = 200) -> str:
     output, _ = process.communicate(timeout=limit_s)
     return output
 
 
-def train(recipe: Path, *arguments: str, code: int = 0, limit_s: float = 110) -> str:
+def train(recipe: Path, *arguments: str, code: int = 0, limit_s: float = 200) -> str:
     """Run to the end; the output. Fails unless it ends with ``code``."""
     process = start(recipe, *arguments)
     output = finish(process, limit_s)
@@ -85,7 +85,7 @@ def train(recipe: Path, *arguments: str, code: int = 0, limit_s: float = 110) ->
     return output
 
 
-def wait_for(process: subprocess.Popen[str], text: str, limit_s: float = 100) -> str:
+def wait_for(process: subprocess.Popen[str], text: str, limit_s: float = 200) -> str:
     """Read output until a line holds ``text``; what was read."""
     seen = ""
     deadline = time.monotonic() + limit_s

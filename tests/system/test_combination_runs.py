@@ -17,7 +17,7 @@ from stretto.models.loading import save_model
 ROWS = combinations.pairwise()
 FEW = (3,)
 """Rows that are always run; the long matrix has all others."""
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 @pytest.fixture(scope="module")

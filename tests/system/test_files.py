@@ -14,7 +14,7 @@ from stretto.data.cursor import rows_of_partition
 from stretto.observe.raw import read_raw
 from stretto.observe.trace import read_events
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 PARTITION = 8
 EPOCH = 16

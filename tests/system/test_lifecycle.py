@@ -125,7 +125,8 @@ def test_gcs_killed_ends_the_run_within_seconds_with_the_cause(marked, tmp_path)
 
 @pytest.mark.case("C1")
 @pytest.mark.case("E5")
-def test_a_partition_over_the_limit_of_failed_rewards_is_neither_trained_nor_saved(marked, tmp_path):
+@pytest.mark.parametrize("sessions", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_partition_over_the_limit_of_failed_rewards_is_neither_trained_nor_saved(marked, tmp_path, sessions):
     """Rewards fail from row 8 on, which is partition 1: update 1 is trained, and no other, also after a resume."""
     run = marked
     recipe = running.recipe(
@@ -134,7 +135,7 @@ def test_a_partition_over_the_limit_of_failed_rewards_is_neither_trained_nor_sav
         reward={"function": "rewards:fails_from_row_8", "workers": 2},
         data={"shuffle": False},
     )
-    for arguments in ([], ["--resume"]):
+    for arguments in ([], ["--resume"])[:sessions]:
         output = running.train(recipe, *arguments, code=1)
         wait_until_gone(run)
         assert "partition 1: 32 of 32 samples failed" in output and "the grader is down" in output

@@ -22,7 +22,7 @@ from stretto.observe.raw import read_raw
 from stretto.remote import answers
 from stretto.types import CollectiveError, StrettoError
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 UPDATES = 3
 
 

@@ -14,7 +14,7 @@ from processes import processes_of, that_run, wait_until_gone
 
 from stretto.observe.trace import read_events
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 UPDATES = 4
 
 
@@ -56,6 +56,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert evaluations and running.jsonl(other, "evaluations.jsonl")[: len(evaluations)] == evaluations
 
 
+@pytest.mark.long  # short: two of them, below; any number, in test_rollout_scheduler
 def test_three_replicas_give_the_bits_of_one_and_share_the_work(undisturbed, tmp_path):
     running.train(recipe(tmp_path, replicas=3))
     run = tmp_path / "run"

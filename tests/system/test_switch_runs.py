@@ -24,7 +24,7 @@ CONDITIONS = {
 P, R, S = switches.ALL
 
 
-def run(folder: Path, condition: str, limit_s: float = 110, **tables: dict[str, Any]) -> Path:
+def run(folder: Path, condition: str, limit_s: float = 200, **tables: dict[str, Any]) -> Path:
     folder.mkdir()
     recipe = running.recipe(folder, switches=CONDITIONS[condition], **tables)
     output = running.train(recipe, limit_s=limit_s)
@@ -72,7 +72,7 @@ def test_a_check_finds_every_condition_the_same_and_one_number_that_is_not(tmp_p
 
     def checked(code: int) -> tuple[str, dict[str, Any]]:
         process = running.stretto(*words)
-        output = running.finish(process, 540)
+        output = running.finish(process, 800)
         assert process.returncode == code, output
         return output, json.loads((out / "report.json").read_text())
 
