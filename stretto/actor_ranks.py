@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class ActorProcess:
         """
         return self.facts | {
             "no_grad_is_grad": self.core.no_grad_is_grad(),
-            "published_bytes": self.core.published_bytes(),
+            "published_bytes": self.core.publisher.version_bytes(),
         }
 
     def ping(self) -> None:
@@ -116,12 +117,12 @@ class ActorProcess:
     @ray.method(num_returns="streaming")  # a bucket is an object of its own, there as soon as it is copied
     def publish(self, version: int) -> Iterator[WeightBucket]:
         with self.tracer.span("actor.publish", version=version):
-            yield from self.core.publish(version)
+            yield from self.core.publisher.buckets(version)
 
     def snapshot(self, version: int) -> DeviceWeights:
         """As ``publish``, in this rank's device memory."""
         with self.tracer.span("actor.publish", version=version):
-            return self.core.snapshot(version)
+            return self.core.publisher.snapshot(version)
 
     def end_partition(self) -> RankEvidence:
         """The evidence of the partition just trained; then its samples are forgotten."""
@@ -132,32 +133,25 @@ class ActorProcess:
         return evidence
 
     def begin_save(self, step: int) -> None:
-        self.core.checkpointer.begin(step)
+        self.core.saving.checkpointer.begin(step)
 
     def write_shard(self, step: int) -> Entries:
-        return self.core.write_shard(step)
+        return self.core.saving.write_shard(step)
 
     def commit(
         self, step: int, shards: list[Entries], published: dict[int, list[Any]], extra: Mapping[str, Any]
     ) -> None:
-        kept = {version: self._getter(refs) for version, refs in published.items()}
-        self.core.commit(step, shards, cursor=step, policy_version=step, published=kept, extra=extra)
+        kept = {version: partial(self._on_host, refs) for version, refs in published.items()}
+        self.core.saving.commit(step, shards, cursor=step, policy_version=step, published=kept, extra=extra)
 
-    def _getter(self, refs: list[Any]) -> Callable[[], Iterable[WeightBucket]]:
-        def get() -> Iterable[WeightBucket]:
-            for part in ray.get(refs):
-                if isinstance(part, DeviceWeights):
-                    yield from self.core.snapshots.buckets(part)
-                else:
-                    yield part
-
-        return get
+    def _on_host(self, refs: list[Any]) -> Iterator[WeightBucket]:
+        return self.core.publisher.on_host(ray.get(refs))
 
     def abandon_save(self, step: int) -> None:
-        self.core.checkpointer.abandon(step)
+        self.core.saving.checkpointer.abandon(step)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
-        self.core.load(path, state)
+        self.core.saving.load(path, state)
 
     def leave(self) -> None:
         from stretto.actor.rendezvous import leave

@@ -381,4 +381,4 @@ def sender(core: ActorRankCore) -> Sender:
     """What sends an actor rank's snapshots by NCCL."""
     from stretto.actor.device_weights import Sender
 
-    return Sender(core.snapshots, core.device)
+    return Sender(core.publisher.snapshots, core.device)

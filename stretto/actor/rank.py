@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,54 +13,41 @@ import torch
 from torch import Tensor, nn
 
 from stretto.actor.advantage import estimator
-from stretto.actor.checkpoint import (
-    Checkpointer,
-    Entries,
-    config_hash,
-    iter_shards,
-    read_shapes,
-    read_shard,
-    restore_rng,
-    rng_tensors,
-)
-from stretto.actor.device_weights import Snapshots
 from stretto.actor.evidence import RankEvidence
 from stretto.actor.forward import Family
 from stretto.actor.hook import Hook
 from stretto.actor.kl import kl_estimate
 from stretto.actor.kl import resolve as resolve_estimator
 from stretto.actor.objective import MicrobatchRows, policy_objective, step_metrics
-from stretto.actor.old_policy import ROLES, DedicatedForward, KeptForward, OldPolicySource, Role
+from stretto.actor.old_policy import DedicatedForward, KeptForward, OldPolicySource
 from stretto.actor.optim import warmup_constant_decay
 from stretto.actor.others import OtherPolicy, fingerprint_of
 from stretto.actor.parallel import RankGroup, reduce_sum
+from stretto.actor.publishing import Publisher
 from stretto.actor.samples import Place, Samples
+from stretto.actor.saving import Saving
 from stretto.actor.selfcheck import no_grad_is_grad
 from stretto.actor.teacher import HostedModel
 from stretto.actor.trainer import Trainer
-from stretto.actor.weights import WeightTags, iter_buckets
+from stretto.actor.weights import WeightTags
 from stretto.config import Config
 from stretto.models.batch import SampleBatch
-from stretto.models.lora import published
 from stretto.observe.dump import GRADIENTS, PARAMETERS, write_dump
 from stretto.observe.fingerprint import column_sum, combine, fingerprint, fingerprint_record, tensor_sums
 from stretto.observe.trace import Tracer
 from stretto.types import (
     ChunkSchedule,
-    DeviceWeights,
     ForwardReport,
     GroupFields,
     GroupRecord,
     Microbatch,
     Mini,
     StrettoError,
-    WeightBucket,
 )
 
 Fetch = Callable[[Any, Sequence[int]], dict[int, GroupFields]]
 """From (refs, groups) to the payload of each of those groups; ``refs`` is what the data plane handed the controller."""
 OldPolicyFactory = Callable[[Family, nn.Module, float, Tracer], OldPolicySource]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ActorRankCore:
@@ -98,7 +84,7 @@ class ActorRankCore:
         temperature = config.rollout.temperature
         self.trainer = Trainer(family, model, actor, lr, temperature=temperature, group=self.group)
         self.tags = WeightTags(model)
-        self.snapshots = Snapshots(config.staleness.max + 1, DTYPES[config.model.dtype])
+        self.publisher = Publisher(config, model)
         self.old_policy = old_policy(family, model, temperature, tracer)
         self.estimator = estimator(algorithm)
         self.hook = hook
@@ -112,7 +98,9 @@ class ActorRankCore:
             teacher_family, hosted = teacher
             forward = KeptForward(teacher_family, hosted.model, temperature, tracer, "teacher")
             self.teacher = OtherPolicy(teacher_family, forward, hosted.resident, fingerprint_of(hosted.model))
-        self.checkpointer = Checkpointer(Path(config.run.dir) / "checkpoints", config.checkpoint.keep)
+        roles = {other.forward.role: other.fingerprint for other in self._others()}
+        old_actor = self.tags if self.old_policy.tag == "old_actor" else None
+        self.saving = Saving(config, self.trainer, self.group, roles, old_actor)
         self.end_partition()
 
     def no_grad_is_grad(self) -> bool:
@@ -256,21 +244,6 @@ class ActorRankCore:
             for i, microbatch in enumerate(chunk.ranks[self.group.rank]):
                 yield Place(number, self.group.rank, i, 0), microbatch
 
-    def publish(self, version: int) -> Iterator[WeightBucket]:
-        """The weights that engines get as policy version ``version``, in the engine's dtype (``model.dtype``)."""
-        dtype = DTYPES[self.config.model.dtype]
-        return iter_buckets(published(self.model, self.config), version, dtype)
-
-    def snapshot(self, version: int) -> DeviceWeights:
-        """The same in a buffer on this rank's device, with a handle for engines that share its GPU by CUDA IPC."""
-        shared = self.config.weight_transfer == "ipc"
-        return self.snapshots.take(published(self.model, self.config), version, shared=shared)
-
-    def published_bytes(self) -> int:
-        """Of all tensors of a version."""
-        itemsize = DTYPES[self.config.model.dtype].itemsize
-        return sum(tensor.numel() for tensor in published(self.model, self.config).values()) * itemsize
-
     def end_partition(self) -> None:
         """Forget the samples of the partition; call after ``evidence``."""
         self.samples = Samples(self.family, self.config.algorithm.truncated)
@@ -349,84 +322,6 @@ class ActorRankCore:
         kinds = {PARAMETERS: master.named()} | ({GRADIENTS: master.named_grads()} if self.group.rank == 0 else {})
         tensors = {f"{kind}{name}": _host(t) for kind, named in kinds.items() for name, t in named.items()}
         write_dump(self.config.run.dir, self.samples.partition, self.group.rank, self.group.world, tensors)
-
-    # Checkpoints ---------------------------------------------------------------------------------------------------
-
-    def write_shard(self, step: int) -> Entries:
-        """Every rank, after ``checkpointer.begin`` on rank 0: its part of checkpoint ``step``."""
-        tensors = {
-            "masters": self.trainer.master.named(),
-            "optimizer": self.trainer.optimizer_tensors(),
-            "rng": rng_tensors(),
-        }
-        if self.old_policy.tag == "old_actor":
-            snapshot = self.tags.kept("old_actor")
-            tensors["old_actor"] = {name: snapshot[name] for name in self.trainer.master.masters}
-        return self.checkpointer.write(step, tensors, self.group.rank, self.group.world)
-
-    def commit(
-        self,
-        step: int,
-        shards: Sequence[Entries],
-        cursor: int,
-        policy_version: int,
-        published: Mapping[int, Callable[[], Iterable[WeightBucket]]],
-        extra: Mapping[str, Any] | None = None,
-    ) -> Path:
-        """Rank 0, once all ranks have written: complete checkpoint ``step``; ``shards`` are their answers.
-
-        ``cursor``: the next partition to train. ``published``: versions v - s … v - 1, each a call that gives its
-        buckets. ``extra``: plain JSON of the loop's, found again as ``state["extra"]``.
-        """
-        trainer = self.trainer
-        state = {
-            "cursor": cursor,
-            "policy_version": policy_version,
-            "optimizer_step": trainer.optimizer_step,
-            "skipped": trainer.skipped,
-            "lr": trainer.lr(trainer.optimizer_step),
-            "config_hash": config_hash(self.config),
-            "other_policies": self._other_fingerprints(),
-            "extra": dict(extra or {}),
-        }
-        return self.checkpointer.commit(step, shards, state, published)
-
-    def load(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint that ``latest_valid`` found for this number of ranks; every rank reads it.
-
-        Raises StrettoError where its tensors do not fit this model.
-        """
-        for role, was in state.get("other_policies", {}).items():
-            if (now := self._other_fingerprints().get(role)) != was:
-                option = "model.path" if role == "ref" else "algorithm.teacher"
-                raise StrettoError(
-                    f"checkpoint {path}: the {ROLES[role]} policy had the fingerprint {was}, and the model that "
-                    f"{option} names now has {now}; put the model back that the run began with, or start a new run in "
-                    "another run.dir"
-                )
-        expected = {name: tuple(t.shape) for name, t in self.trainer.master.named_parameters().items()}
-        found = read_shapes(path, "masters")
-        if expected != found:
-            odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-            raise StrettoError(
-                f"checkpoint {path} does not fit the model: {odd[0]!r} is {found.get(odd[0], 'absent')} there and "
-                f"{expected.get(odd[0], 'absent')} here; resume with the model options it was saved with, or choose "
-                "another run.dir"
-            )
-        rank = self.group.rank
-        self.trainer.restore(
-            iter_shards(path, "masters"),
-            read_shard(path, "optimizer", rank),
-            int(state["optimizer_step"]),
-            int(state["skipped"]),
-        )
-        restore_rng(read_shard(path, "rng", rank))
-        if self.old_policy.tag == "old_actor":
-            self.tags.restore("old_actor", iter_shards(path, "old_actor"))
-        self.checkpointer.previous = path
-
-    def _other_fingerprints(self) -> dict[Role, str]:
-        return {other.forward.role: other.fingerprint for other in self._others()}
 
 
 def _host(tensor: Tensor) -> np.ndarray:

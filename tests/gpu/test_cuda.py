@@ -88,7 +88,7 @@ def test_adapters_train_to_the_same_bits_twice_and_arrive_bit_for_bit(dtype, dro
     on_cpu = tiny.model(0, dtype)
     prepare(on_cpu, tiny.family(), first.config)
     actor_case.assert_equal_bits(fresh, {name: p.detach() for name, p in on_cpu.named_parameters()})
-    assert load_buckets(receiver, first.publish(3)) == 3
+    assert load_buckets(receiver, first.publisher.buckets(3)) == 3
     actor_case.assert_equal_bits(first.model.state_dict(), receiver.state_dict())
 
 
@@ -121,7 +121,7 @@ def test_decoding_is_the_same_bits_twice_and_reports_the_training_forwards_log_p
 def test_published_weights_arrive_bit_for_bit(dtype):
     sender = actor(dtype, "cuda")
     receiver = tiny.model(1, dtype).to("cuda")
-    assert load_buckets(receiver, sender.publish(3)) == 3
+    assert load_buckets(receiver, sender.publisher.buckets(3)) == 3
     actor_case.assert_equal_bits(sender.model.state_dict(), receiver.state_dict())
 
 

@@ -144,10 +144,10 @@ def fingerprints(actor: ActorRankCore) -> dict[str, str]:
 
 def save(actor: ActorRankCore, step: int, **options: Any) -> Path:
     """All parts of a save on one rank, after ``step`` updates."""
-    actor.checkpointer.begin(step)
-    shard = actor.write_shard(step)
+    actor.saving.checkpointer.begin(step)
+    shard = actor.saving.write_shard(step)
     defaults: dict[str, Any] = {"cursor": step, "policy_version": step, "published": {}}
-    return actor.commit(step, [shard], **(defaults | options))
+    return actor.saving.commit(step, [shard], **(defaults | options))
 
 
 def parameters(actor: ActorRankCore) -> dict[str, torch.Tensor]:

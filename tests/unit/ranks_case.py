@@ -214,15 +214,15 @@ def forget(_group: RankGroup) -> None:
 
 
 def begin_save(_group: RankGroup, name: str, step: int) -> None:
-    kept[name].checkpointer.begin(step)
+    kept[name].saving.checkpointer.begin(step)
 
 
 def write_shard(_group: RankGroup, name: str, step: int) -> dict[str, Any]:
-    return kept[name].write_shard(step)
+    return kept[name].saving.write_shard(step)
 
 
 def commit(_group: RankGroup, name: str, step: int, shards: list[Any]) -> str:
-    return str(kept[name].commit(step, shards, cursor=step, policy_version=step, published={}))
+    return str(kept[name].saving.commit(step, shards, cursor=step, policy_version=step, published={}))
 
 
 def resume(group: RankGroup, name: str, options: Options, seed: int) -> None:
@@ -232,7 +232,7 @@ def resume(group: RankGroup, name: str, options: Options, seed: int) -> None:
     found = latest_valid(Path(cfg.run.dir) / "checkpoints", group.world)
     assert found.path is not None, found
     torch.manual_seed(seed)
-    actor.load(found.path, found.state)
+    actor.saving.load(found.path, found.state)
     kept[name] = actor
 
 

@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import actor_case
 import numpy as np
 import pytest
 import tiny
@@ -17,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.actor.device_weights import Snapshots
+from stretto.actor.publishing import Publisher
 from stretto.actor.weights import iter_buckets
-from stretto.actor_ranks import ActorProcess
 from stretto.models import device_io
 from stretto.models.device_io import layout, meta_bytes, pieces, stamp, view
 from stretto.models.weight_sample import sample
@@ -183,16 +184,13 @@ def test_a_worker_takes_pieces_as_they_are_sent(monkeypatch):
     assert all(torch.equal(tensor, named(model)[name]) for name, tensor in found.items())
 
 
-def test_a_checkpoint_gets_host_buckets_of_versions_that_lie_on_the_device_beside_those_of_a_resumed_run(monkeypatch):
-    model, snapshots = tiny.model(0), Snapshots(2, torch.float32)
-    on_host = list(iter_buckets(named(tiny.model(1)), 1, torch.float32))
-    on_device = snapshots.take(named(model), 2)
-    monkeypatch.setattr("ray.get", lambda refs: refs)
-    process = SimpleNamespace(core=SimpleNamespace(snapshots=snapshots))
-    found = {v: list(ActorProcess._getter(process, refs)()) for v, refs in ((1, on_host), (2, [on_device]))}
-    assert found[1] == on_host
+def test_a_checkpoint_gets_host_buckets_of_versions_that_lie_on_the_device_beside_those_of_a_resumed_run():
+    model = tiny.model(0)
+    publisher = Publisher(actor_case.config(), model)
+    resumed = list(iter_buckets(named(tiny.model(1)), 1, torch.float32))
+    assert list(publisher.on_host(resumed)) == resumed
     target = tiny.model(3)
-    assert load_buckets(target, found[2]) == 2
+    assert load_buckets(target, publisher.on_host([publisher.snapshot(2)])) == 2
     assert all(torch.equal(p, named(model)[name]) for name, p in target.named_parameters())
 
 

@@ -183,7 +183,7 @@ def test_a_run_goes_on_with_the_snapshot_that_it_had(tmp_path):
             path = actor_case.save(straight, 2)
     resumed_payloads: dict[int, Any] = {}
     resumed = actor_case.core(cfg, resumed_payloads, old_policy=SNAPSHOT)
-    resumed.load(path, latest_valid(tmp_path / "checkpoints").state)
+    resumed.saving.load(path, latest_valid(tmp_path / "checkpoints").state)
     for k in range(2, 5):
         run(resumed, k, resumed_payloads)
         found = actor_case.fingerprints(resumed)
@@ -217,11 +217,11 @@ def test_a_run_refuses_to_go_on_with_another_reference_or_teacher(tmp_path):
     run(actor, 0, payloads)
     path = actor_case.save(actor, 1)
     state = latest_valid(tmp_path / "checkpoints").state
-    made(0, 1).load(path, state)
+    made(0, 1).saving.load(path, state)
     with pytest.raises(StrettoError, match=r"the reference policy had the fingerprint .* model\.path names now has"):
-        made(2, 1).load(path, state)
+        made(2, 1).saving.load(path, state)
     with pytest.raises(StrettoError, match=r"the teacher policy had the fingerprint .* algorithm\.teacher names now"):
-        made(0, 2).load(path, state)
+        made(0, 2).saving.load(path, state)
 
 
 def test_what_a_hook_raises_names_it_and_the_partition(tmp_path, monkeypatch):

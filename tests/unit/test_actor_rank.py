@@ -239,7 +239,7 @@ def test_stop_and_resume_equals_a_straight_run_bit_for_bit(tmp_path: Path, dtype
 
     first = actor_case.core(cfg, {})
     assert steps(first, 2) == expected[:2]
-    published = list(first.publish(1))
+    published = list(first.publisher.buckets(1))
     path = actor_case.save(first, 2, published={1: lambda: published}, extra={"note": "x"})
 
     resumed = actor_case.core(cfg, {}, seed=99)
@@ -248,7 +248,7 @@ def test_stop_and_resume_equals_a_straight_run_bit_for_bit(tmp_path: Path, dtype
     assert found.state["extra"] == {"note": "x"}
     assert found.state["cursor"] == 2
     torch.manual_seed(5)
-    resumed.load(found.path, found.state)
+    resumed.saving.load(found.path, found.state)
     assert steps(resumed, 2, start=2) == expected[2:]
     actor_case.assert_equal_bits(actor_case.parameters(straight), actor_case.parameters(resumed))
     actor_case.assert_equal_bits(straight.trainer.optimizer_tensors(), resumed.trainer.optimizer_tensors())
@@ -267,7 +267,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path):
     names = actor.trainer.master.named_parameters()
     actor.trainer.master.named_parameters = lambda: names | {"model.another": torch.zeros(1)}
     with pytest.raises(StrettoError, match="does not fit the model: 'model"):
-        actor.load(path, latest_valid(path.parent).state)
+        actor.saving.load(path, latest_valid(path.parent).state)
 
 
 # Evidence ------------------------------------------------------------------------------------------------------------

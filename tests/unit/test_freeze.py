@@ -91,7 +91,7 @@ def test_tags_hold_what_is_trained_and_engines_get_all():
     assert set(tags._host["ref"]) == bits(actor).keys() - frozen
     step(actor)
     engine = tiny.model(1)
-    assert load_buckets(engine, actor.publish(1)) == 1
+    assert load_buckets(engine, actor.publisher.buckets(1)) == 1
     actor_case.assert_equal_bits({name: p.detach() for name, p in engine.named_parameters()}, bits(actor))
 
 
@@ -111,7 +111,7 @@ def test_a_checkpoint_holds_what_is_trained_and_its_export_all(tmp_path: Path):
     path = actor_case.save(straight, 1)
     assert set(read_tensors(path, "masters")) == bits(straight).keys() - of("vision_tower")
     resumed = core(cfg)
-    resumed.load(path, latest_valid(path.parent).state)
+    resumed.saving.load(path, latest_valid(path.parent).state)
     assert step(resumed, 1) == step(straight, 1)
     actor_case.assert_equal_bits(bits(resumed), bits(straight))
 

@@ -389,7 +389,7 @@ def test_published_adapters_make_the_engine_the_actor_bit_for_bit(dtype):
     actor = actor_case.core(cfg, {}, model=model(cfg))
     engine = build.engine(cfg, "cpu", 0)
     actor_case.assert_equal_bits(bits(engine.model), bits(model(cfg, moved=False)))
-    buckets = list(actor.publish(4))
+    buckets = list(actor.publisher.buckets(4))
     assert sum(array.nbytes for b in buckets for array in b.data) == 4096 * DTYPES[dtype].itemsize
     engine._load(4, buckets)
     assert engine.version == 4
@@ -443,13 +443,13 @@ def test_stop_and_resume_equals_a_straight_run_bit_for_bit(tmp_path: Path, dtype
     expected = steps(straight, 4)
     first = core()
     assert steps(first, 2) == expected[:2]
-    published = list(first.publish(1))
+    published = list(first.publisher.buckets(1))
     path = actor_case.save(first, 2, published={1: lambda: published})
     assert set(read_tensors(path, "masters")) == set(first.trainer.master.names)
 
     resumed = core(seed=99)
     found = latest_valid(tmp_path / "checkpoints")
-    resumed.load(found.path, found.state)
+    resumed.saving.load(found.path, found.state)
     assert steps(resumed, 2, start=2) == expected[2:]
     actor_case.assert_equal_bits(bits(straight.model), bits(resumed.model))
     actor_case.assert_equal_bits(straight.trainer.optimizer_tensors(), resumed.trainer.optimizer_tensors())
