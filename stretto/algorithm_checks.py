@@ -42,6 +42,7 @@ def _unread(config: Config, reader: Reader) -> Iterator[Problem]:
         ("algorithm.kl_estimator", "algorithm.kl_loss_coef", kl, "no KL is computed"),
         ("algorithm.teacher_coef", "algorithm.teacher", bool(algorithm.teacher), "there is no teacher"),
         ("actor.decay_shape", "actor.decay_fraction", decays, "the learning rate does not decay"),
+        ("actor.decay_to", "actor.decay_fraction", decays, "the learning rate does not decay"),
         *((f"lora.{key}", "lora.rank", lora.rank > 0, "there are no adapters") for key in _LORA),
     ]  # fmt: skip
     for name, decided_by, read, why in rules:
@@ -114,6 +115,14 @@ def _correction(config: Config, reader: Reader) -> Iterator[Problem]:
             "algorithm.old_policy",
             why="the ratio starts from the rollout's log-probs, so that every importance weight would be 1; set "
             'importance_correction to "auto" or "none"',
+        )
+    if config.snapshot_lags and config.importance_correction == "none":
+        yield reader.problem(
+            "algorithm.importance_correction",
+            "algorithm.old_policy",
+            "algorithm.old_actor_every",
+            why="the snapshot is older than the policy that samples, and nothing would correct for that; set "
+            'importance_correction to "auto", "tis" or "mis", or old_policy to "actor"',
         )
     if config.importance_correction == "mis" and not algorithm.mis_low <= 1 <= algorithm.mis_high:
         yield reader.problem(

@@ -167,7 +167,7 @@ class AlgorithmConfig(Block):
     importance_correction: Literal["auto", "none", "tis", "mis"] = Field(
         "auto",
         description="tis: weights old / rollout, cut at tis_cap; mis: weights outside mis_low and mis_high become 0; "
-        "auto: tis when staleness.max > 0",
+        "auto: tis when staleness.max > 0 or a snapshot lags behind (old_actor_every > 1)",
     )
     importance_level: Literal["token", "sequence"] = Field(
         "token", description="one importance weight a token, or a response"
@@ -367,8 +367,14 @@ class Config(Block):
         """``algorithm.importance_correction`` with ``auto`` resolved."""
         choice = self.algorithm.importance_correction
         if choice == "auto":
-            return "tis" if self.staleness.max > 0 and self.algorithm.old_policy != "rollout" else "none"
+            stale = self.staleness.max > 0 and self.algorithm.old_policy != "rollout"
+            return "tis" if stale or self.snapshot_lags else "none"
         return choice
+
+    @property
+    def snapshot_lags(self) -> bool:
+        """Whether the ratio may start from an older version than the one that sampled, whatever the staleness is."""
+        return self.algorithm.old_policy == "old_actor" and self.algorithm.old_actor_every > 1
 
     @property
     def weight_transfer(self) -> Literal["host", "ipc", "nccl"]:

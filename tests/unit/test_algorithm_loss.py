@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stretto.actor.objective import MicrobatchRows, policy_objective
+from stretto.config import Config
 from stretto.schedule import loss_normaliser
 from stretto.types import GroupRecord, StrettoError
 
@@ -236,6 +237,29 @@ def test_a_teacher_adds_its_log_ratio_to_the_advantage_of_each_token():
     assert loss == pytest.approx(0.75 - 1.0)
     assert case.gradient().tolist() == pytest.approx([0.75, -1.0])
     assert statistics["teacher_kl_sum"] == pytest.approx(2.0 - 1.5)
+
+
+def test_on_policy_samples_and_a_snapshot_that_lags_give_the_policy_gradient():
+    """One token, three choices, s = 0: over all samples of the newest policy, sum of p (A - mean A) at its logits
+    (REINFORCE), wherever the ratio starts from. Without a correction the snapshot's part in the ratio would stay.
+    """
+    options = {"old_policy": "old_actor", "old_actor_every": 4, "clip_low": 1.0, "clip_high": 100.0, "tis_cap": 100.0}
+    config = Config.model_validate({"algorithm": options, "staleness": {"max": 0}})
+    advantages = [1.0, 0.0, -0.5]
+    logits = torch.tensor([1.2, -0.4, 0.3], requires_grad=True)
+    new, snapshot = torch.log_softmax(logits, 0), torch.log_softmax(torch.zeros(3), 0)
+    sampled = new.detach()
+    total = torch.zeros(())
+    for choice, advantage in enumerate(advantages):
+        at = slice(choice, choice + 1)
+        rows = MicrobatchRows(
+            torch.tensor([advantage]), torch.tensor([True]), sampled[at], lambda _, at=at: snapshot[at]
+        )
+        loss, _ = policy_objective(config, algorithm_case.laid_out([1]), rows)(new[at], torch.zeros(1))
+        total = total + float(sampled[choice].exp()) * loss
+    total.backward()
+    p = np.exp([1.2, -0.4, 0.3]) / np.exp([1.2, -0.4, 0.3]).sum()
+    np.testing.assert_allclose(-logits.grad, p * (advantages - p @ advantages), rtol=1e-5, atol=1e-7)
 
 
 def test_the_kl_is_weighted_by_the_aggregation_and_not_by_importance():

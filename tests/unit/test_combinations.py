@@ -13,12 +13,12 @@ def test_a_pair_is_in_a_trained_row_or_refused_with_a_reason():
             refused[pair[0], str(pair[1]), pair[2], str(pair[3])] = combinations.refusals([pair[1], pair[3]])
     assert all(refused.values())
     # By hand, from docs/algorithms.md: no advantage without a teacher, with a KL in the reward or with refills; the
-    # rollout's log-probs need no correction; a KL in the reward needs the actor's.
+    # rollout's log-probs need no correction, and a snapshot that lags needs one; a KL in the reward needs the actor's.
     count = {
         ("advantage", "teacher"): 1,
         ("advantage", "KL"): 2,
         ("advantage", "refill"): 1,
-        ("old policy", "correction"): 4,
+        ("old policy", "correction"): 5,
         ("old policy", "KL"): 4,
     }
     found: dict[tuple[str, str], int] = {}

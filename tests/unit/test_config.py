@@ -157,6 +157,10 @@ def test_an_entry_of_the_model_table_is_set_by_its_full_name(tmp_path):
 def test_importance_correction_follows_the_staleness_where_it_is_automatic():
     assert load(None, [MODEL, "staleness.max=0"], {})[0].importance_correction == "none"
     assert load(None, [MODEL, "staleness.max=2"], {})[0].importance_correction == "tis"
+    # Of versions 0 to 3, a snapshot renewed every second one is version 0, 0, 2, 2: on-policy samples are ahead of it.
+    lagging = ["staleness.max=0", "algorithm.old_policy=old_actor", "algorithm.old_actor_every=2"]
+    assert load(None, [MODEL, *lagging], {})[0].importance_correction == "tis"
+    assert load(None, [MODEL, *lagging[:2]], {})[0].importance_correction == "none"  # renewed for every version
 
 
 # Names -----------------------------------------------------------------------------------------------------------
@@ -343,6 +347,22 @@ def test_a_recipe_that_is_not_toml_says_where(tmp_path):
             ["algorithm.importance_correction=none"],
             'staleness.max = 1 (default), algorithm.importance_correction = "none" (--set)',
             "or staleness.max to 0",
+        ),
+        (
+            [
+                "staleness.max=0",
+                "algorithm.importance_correction=none",
+                "algorithm.old_policy=old_actor",
+                "algorithm.old_actor_every=2",
+            ],
+            'algorithm.importance_correction = "none" (--set), algorithm.old_policy = "old_actor" (--set), '
+            "algorithm.old_actor_every = 2 (--set)",
+            'set importance_correction to "auto", "tis" or "mis", or old_policy to "actor"',
+        ),
+        (
+            ["actor.decay_fraction=0", "actor.decay_to=0.5"],
+            "actor.decay_to = 0.5 (--set), actor.decay_fraction = 0.0 (--set)",
+            "leave it out",
         ),
         (
             ["rollout.engine_timeout_s=60", "plane.fetch_timeout_s=60"],
