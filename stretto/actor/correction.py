@@ -80,5 +80,9 @@ def correction_statistics(
 
 
 def effective_sample_share(weight_sum: float, weight_square_sum: float, tokens: float) -> float:
-    """Kish's effective sample size (sum w)^2 / sum w^2 as a share of ``tokens``: 1 for equal weights."""
-    return weight_sum * weight_sum / (weight_square_sum * tokens) if weight_square_sum and tokens else float("nan")
+    """Kish's effective sample size (sum w)^2 / sum w^2 as a share of ``tokens``: 1 for equal weights, 0 where every
+    token was dropped, NaN where there are none.
+    """
+    if not tokens:
+        return float("nan")
+    return weight_sum * weight_sum / (weight_square_sum * tokens) if weight_square_sum else 0.0

@@ -141,6 +141,8 @@ def test_correction_statistics_by_hand():
     assert stats["rollout_gap_max"] == pytest.approx(math.log(3))
     assert effective_sample_share(3.5, 5.25, 3) == pytest.approx(3.5**2 / 5.25 / 3)
     assert effective_sample_share(5.0, 5.0, 5) == 1.0
+    assert effective_sample_share(0.0, 0.0, 5) == 0.0  # MIS dropped every token: nothing is left of the five
+    assert math.isnan(effective_sample_share(0.0, 0.0, 0))
 
 
 SEQUENCES = ([3, 0, 2], [math.log(2), math.log(3), -math.log(4), -math.log(8), math.log(2)])
