@@ -124,6 +124,11 @@ def _correction(config: Config, reader: Reader) -> Iterator[Problem]:
             why="the snapshot is older than the policy that samples, and nothing would correct for that; set "
             'importance_correction to "auto", "tis" or "mis", or old_policy to "actor"',
         )
+    if config.importance_correction == "tis" and algorithm.tis_cap < 1:
+        yield reader.problem(
+            "algorithm.tis_cap",
+            why="a token that rollout and actor agree on has weight 1 and would be cut; set it to at least 1",
+        )
     if config.importance_correction == "mis" and not algorithm.mis_low <= 1 <= algorithm.mis_high:
         yield reader.problem(
             "algorithm.mis_low",

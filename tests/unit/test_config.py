@@ -359,6 +359,7 @@ def test_a_recipe_that_is_not_toml_says_where(tmp_path):
             "algorithm.old_actor_every = 2 (--set)",
             'set importance_correction to "auto", "tis" or "mis", or old_policy to "actor"',
         ),
+        (["algorithm.tis_cap=0.9"], "algorithm.tis_cap = 0.9 (--set)", "set it to at least 1"),
         (
             ["actor.decay_fraction=0", "actor.decay_to=0.5"],
             "actor.decay_to = 0.5 (--set), actor.decay_fraction = 0.0 (--set)",
