@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto import switches
+from stretto.checks import cross_field_problems
 from stretto.config import Config
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "switches.md"
@@ -25,6 +26,7 @@ FEATURES: dict[str, dict[str, dict[str, Any]]] = {
     "`algorithm.teacher`": {"algorithm": {"teacher": "org/teacher"}},
     "`actor.before_logprob_hook`": {"actor": {"before_logprob_hook": "module:function"}},
     "`actor.minis_per_partition` above 1": {"actor": {"minis_per_partition": 2}},
+    "`actor.chunks_per_mini` 1": {"actor": {"chunks_per_mini": 1}},
     "`actor.epochs` above 1": {"actor": {"epochs": 2}},
     "several microbatches": {"actor": {"max_tokens_per_microbatch": 256}},
     "`actor.data_parallel`": {"actor": {"data_parallel": 2}},
@@ -42,13 +44,16 @@ FEATURES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def cell(switch: switches.Switch, tables: dict[str, dict[str, Any]]) -> str:
-    """``works``, or why it is refused: the reason, without the remedy."""
+    """``works``, or why it is refused: the reason, without the remedy; that of the options, where B is refused too."""
     config = Config.model_validate({"model": {"path": "org/model"}} | tables)
     if switch.on(config):
         return ""
     reasons = [reason.split(": ", 1)[1].split("; ")[0] for reason in switch.guards(config) if ": " in reason]
     bare = [reason for reason in switch.guards(config) if ": " not in reason]
-    return "refused: " + "; ".join([*reasons, *bare]) if reasons or bare else "works"
+    if reasons or bare:
+        return "refused: " + "; ".join([*reasons, *bare])
+    everywhere = [problem.text.split(": ", 1)[1].split("; ")[0] for problem in cross_field_problems(config, {})]
+    return "refused, as without it: " + "; ".join(everywhere) if everywhere else "works"
 
 
 def matrix() -> str:
