@@ -21,6 +21,24 @@ def told(config: Config, sources: Mapping[str, str]) -> str:
     return f"condition {switches.condition(config)}: {', '.join(each)}"
 
 
+def crowded(config: Config, cores: int) -> str:
+    """What is to be said of a processor pool that shares ``cores`` with more than they are; empty: nothing is.
+
+    Of the cores of another machine (``cluster.address``) nothing is known.
+    """
+    pool, ranks, engines = config.switches.processor_pool, config.actor.data_parallel, config.rollout.replicas
+    if not pool or pool + ranks + engines <= cores or config.cluster.address:
+        return ""
+    return (
+        f"{_counted(pool, 'processor worker')}, {_counted(ranks, 'actor rank')} and {_counted(engines, 'engine')} "
+        f"share {_counted(cores, 'core')}: what the pool gains it may take from the others"
+    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def recorded(config: Config, facts: switches.Facts) -> dict[str, Any]:
     """For the manifest: the condition, and what parity must find for each switch that is on."""
     named = {switch.name: _plain(switch.numerics(config, facts)) for switch in switches.on(config)}

@@ -309,6 +309,7 @@ class Resolved:
         sources: by dotted name, where each value came from; see ``load``.
         problems: one message for each mistake.
         doubtful: names of the options that problems are about. What else is said of them would only repeat it.
+        unknown: those of them whose value is not the one meant: it is malformed, or the name is no option's.
         unread: the recipe could not be read, so that the options are not those meant.
     """
 
@@ -316,6 +317,7 @@ class Resolved:
     sources: dict[str, str]
     problems: list[str]
     doubtful: set[str]
+    unknown: frozenset[str]
     unread: bool
 
     def add(self, found: Iterable[Problem]) -> None:
@@ -370,7 +372,8 @@ def resolve(
     good = {name: given for name, given in draft.given.items() if name not in bad}
     config = _build(good).model_copy(update={} if seams is None else {"seams": seams})
     sources = {name: good[name].origin if name in good else "default" for name in OPTIONS} | draft.inner_origins
-    resolved = Resolved(config, sources, [*draft.problems, *bad.values()], draft.suspects | bad.keys(), draft.unread)
+    unknown = frozenset(draft.suspects | bad.keys())
+    resolved = Resolved(config, sources, [*draft.problems, *bad.values()], set(unknown), unknown, draft.unread)
     if not draft.unread:
         crossed = cross_field_problems(config, sources, training=training)
         doubtful = set(resolved.doubtful)  # of one option, all that does not fit is said

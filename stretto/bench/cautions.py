@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
+from stretto import conditions, switches
 from stretto.bench.campaign import BUSY_CORES, Attempt
 from stretto.bench.design import Design
 from stretto.bench.guardrails import Guardrail
@@ -94,6 +95,18 @@ def of_plan(plan: Plan, accepted: Accepted) -> Iterator[str]:
                 f"generate (staleness.max = {ahead}): they are not like the ones before"
             )
     yield from (f"guardrail {text}" for text in plan.guardrails.looser())
+    yield from _of_pools(accepted)
+
+
+def _of_pools(accepted: Accepted) -> Iterator[str]:
+    """On conditions whose processor pool had too few cores: P is then judged at the expense of actor and rollout."""
+    told: dict[str, list[str]] = {}
+    for read in accepted.reads.values():
+        cores = read.session.get("hardware", {}).get("cores_usable")
+        if read.config is not None and cores is not None and (text := conditions.crowded(read.config, cores)):
+            told.setdefault(text, []).append(switches.condition(read.config))
+    for text, found in told.items():
+        yield f"{', '.join(dict.fromkeys(found))}: {text}"
 
 
 def of_guardrails(guardrails: Mapping[str, Sequence[Guardrail]]) -> Iterator[str]:

@@ -37,7 +37,7 @@ TOPICS = (
     Topic("data", data, ("data.",)),
     Topic("forward", forward, ("model.", "data.")),
     Topic("batches", batch, ("model.", "data."), exit_code=2, training=True),
-    Topic("switches", switches, ("switches.", "algorithm.", "lora."), exit_code=2, training=True),
+    Topic("switches", switches, ("switches.", "algorithm.", "lora."), misfits=True, exit_code=2, training=True),
     Topic("reward", reward, ("reward.",), training=True),
     Topic("hook", hook, ("actor.before_logprob_hook",), training=True),
     Topic("memory", memory, ("model.", "cluster.", "staleness.", "plane.", "actor.data_parallel"), training=True),
@@ -133,6 +133,8 @@ def _options(resolved: Resolved) -> Iterator[Line]:
 def _asked(topic: Topic, case: Case, resolved: Resolved, doubtful: Collection[str]) -> Iterator[Line]:
     """What a topic finds, but for what is said of options that are doubtful already: it would only repeat that."""
     doubts = [name for name in doubtful if name.startswith(topic.needs)]
+    if topic.misfits:
+        doubts = [name for name in doubts if name in resolved.unknown]
     if topic.every_option:  # what the machine lacks does not make the options other ones
         doubts += sorted(resolved.doubtful)
     if doubts:
@@ -141,5 +143,5 @@ def _asked(topic: Topic, case: Case, resolved: Resolved, doubtful: Collection[st
             case.no_prompts = why
         yield Fact(f"not looked at, since {why}")
         return
-    said = set(doubtful)
+    said = resolved.unknown if topic.misfits else set(doubtful)
     yield from (line for line in topic.ask(case) if not (isinstance(line, Problem) and said & set(line.names)))

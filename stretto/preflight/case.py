@@ -98,6 +98,7 @@ class Topic:
         ask: yields what it finds. It leaves nothing behind, neither files nor processes.
         needs: beginnings of option names; where one of these options is wrong the topic is left out.
         every_option: left out where any option is wrong.
+        misfits: asked, and heard, where options of ``needs`` only do not fit together: their values are those meant.
         exit_code: 2 where its problems are those of the recipe itself, 1 where they are of what the recipe meets.
         training: only asked where ``Case.training``.
         thorough: only asked where ``Case.thorough``.
@@ -107,6 +108,7 @@ class Topic:
     ask: Callable[[Case], Iterator[Line]]
     needs: tuple[str, ...] = ()
     every_option: bool = False
+    misfits: bool = False
     exit_code: int = 1
     training: bool = False
     thorough: bool = False

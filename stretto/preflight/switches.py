@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from stretto import conditions
 from stretto import switches as package
 from stretto.preflight.case import Case, Caution, Fact, Line
 from stretto.problems import Problem
+from stretto.switches.base import R_WITH_S
 from stretto.wording import shown
 
 
@@ -27,21 +29,14 @@ def switches(case: Case) -> Iterator[Line]:
         state = "on" if switch.on(case.config) else "off"
         yield Fact(f"{switch.letter}  {option} = {shown(value)} ({origin}): {state}")
         for reason in reasons:
+            if reason == R_WITH_S and switch.on(case.config):
+                continue  # the options have said it
             if switch.on(case.config):
                 yield Problem((option,), f"{option} = {shown(value)}: {reason}")
             elif case.thorough:
                 yield Fact(f"   could not be switched on: {reason}")
-    pool, ranks, engines = (
-        case.config.switches.processor_pool,
-        case.config.actor.data_parallel,
-        case.config.rollout.replicas,
-    )
-    cores = len(os.sched_getaffinity(0))
-    if pool and pool + ranks + engines > cores and not case.config.cluster.address:
-        yield Caution(
-            f"{pool} processor workers, {ranks} actor rank{'s' * (ranks > 1)} and {engines} "
-            f"engine{'s' * (engines > 1)} share {cores} cores: what the pool gains it may take from the others"
-        )
+    if told := conditions.crowded(case.config, len(os.sched_getaffinity(0))):
+        yield Caution(told)
 
 
 def _dropout_of_a_loaded_model(case: Case) -> float:

@@ -311,8 +311,8 @@ def manifest(plan: Plan, cell: Cell, boot: tuple[str, str], run: Path) -> dict[s
         "environment": {"OMP_NUM_THREADS": "1"},
         "hardware": {
             "cpu": "AMD EPYC",
-            "cores": 2,
-            "cores_usable": 2,
+            "cores": 16,
+            "cores_usable": 16,
             "memory_bytes": 24 * GIB,
             "cgroup": {"cores": None, "memory_bytes": None},
             "gpus": [],

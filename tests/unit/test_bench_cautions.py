@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from bench_breaks import edit_lines, edit_note, rehash
+from bench_breaks import edit_lines, edit_manifest, edit_note, rehash
 from bench_folder import alike, attempt_of, make_campaign, make_cell, plan_of
 
 from stretto.bench.analyze import analyze
@@ -207,3 +207,14 @@ def test_a_file_that_may_not_be_read_is_named(campaign, monkeypatch):
     monkeypatch.setattr("stretto.bench.analyze.read_events", refuse)
     with pytest.raises(StrettoError, match=r"run/events\.jsonl cannot be read: Permission denied"):
         analyze(campaign)
+
+
+# The pool ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_that_shares_too_few_cores_is_told_once(campaign):
+    """Two workers, one actor rank and one engine: four processes on two cores."""
+    for name in ("00-0-B", "00-1-P", "00-2-P+S", "00-3-B", "01-0-B", "01-1-P+S", "01-2-P", "01-3-B"):
+        edit_manifest(attempt_of(campaign, name), "hardware.cores_usable", 2)
+    (told,) = [text for text in analyze(campaign).warnings if "workers" in text]
+    assert told.startswith("P, P+S: 2 processor workers, 1 actor rank and 1 engine share 2 cores: ")

@@ -231,6 +231,25 @@ def test_doctor_says_who_set_each_switch_and_what_would_refuse_it(tmp_path):
     assert any(t.text.startswith("4000 processor workers, 1 actor rank and 1 engine share ") for t in finding.lines)
 
 
+def test_guards_are_listed_beside_options_that_do_not_fit_together():
+    """R with S, and stale samples without correction, are refused by the options; that must hide no guard."""
+    base = ["model.path=none/such", "switches.logprob_reuse=true", "actor.epochs=2"]
+
+    def found(*sets, environ=None):
+        case = examine(None, [*base, *sets], environ or {}, thorough=True)
+        (switches_,) = [f for f in case.findings if f.topic == "switches"]
+        return [p.text for p in case.problems], [line.text for line in switches_.lines]
+
+    texts, lines = found("switches.chunk_overlap=true", "actor.chunks_per_mini=1")
+    assert sum("must not be conflated" in text for text in texts) == 1
+    assert any("actor.epochs = 2" in text for text in texts) and any("chunks_per_mini = 1" in text for text in texts)
+    assert any(line.startswith("S  switches.chunk_overlap = true (--set): on") for line in lines)
+    texts, _ = found("algorithm.importance_correction=none", "algorithm.kl_loss_coef=0.1")
+    assert any("kl_loss_coef = 0.1" in text for text in texts) and any("actor.epochs = 2" in text for text in texts)
+    _, lines = found(environ={"MM_PROCESSOR_POOL_SIZE": "yes"})  # which values are meant is not known
+    assert lines == ["not looked at, since there is a problem with switches.processor_pool"]
+
+
 # Evidence --------------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +320,8 @@ def test_the_documented_matrix_is_that_of_the_guards():
     assert document == table.rendered(document), "run: make fmt"
     broken_r = {name for name, tables in table.FEATURES.items() if table.cell(R, tables).startswith("refused")}
     assert len(broken_r) == 11  # by hand: ten features, and S
+    stale = {s.letter: table.cell(s, {"algorithm": {"importance_correction": "none"}}) for s in switches.ALL}
+    assert stale["P"] == stale["S"] == "refused, as without it: stale samples need an off-policy correction"
 
 
 @pytest.mark.parametrize("name", ["b", "p", "p-r", "p-s"])
