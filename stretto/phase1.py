@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from stretto.config import Config
@@ -19,6 +19,8 @@ from stretto.schedule.packing import schedule_chunk
 from stretto.staleness import check_versions
 from stretto.types import ChunkSchedule, ForwardReport, GroupRecord, Mini
 
+RENEWED_AFTER = 0.1
+"""Share of a lease that may pass while later chunks are waited for before it is taken anew."""
 Forward = Callable[[ChunkSchedule, Lease], Callable[[], list[ForwardReport]]]
 """Has the actor fetch and forward a chunk, whose groups the lease holds; returns a call that waits until it has, and
 gives what each rank reports."""
@@ -136,9 +138,27 @@ class ByChunk(_Chunks):
             chunk, finish = self._start(index, claims[-1].lease)
             chunks.append(chunk)
             pending.append(finish)
+        waited_s = RENEWED_AFTER * self.config.plane.lease_s
+        claims = [self._renewed(c) if claims[-1].had_s - c.had_s > waited_s else c for c in claims]
         mini = Mini(partition=partition, index=0, chunks=tuple(chunks))
         reports = [finish() for finish in pending]
         return _batch([mini], claims, reports, exposed_wait(claims, reports))
+
+    def _renewed(self, claim: _Claim) -> _Claim:
+        """Under a lease that begins now. A chunk waits for later ones as long as the rollout takes; a claim of the
+        whole partition does so before its lease begins. That wait must not cost either of them the lease.
+        """
+        lease = claim.lease
+        self.plane.release(lease)
+        again = self.plane.claim(
+            lease.partition,
+            consumer=lease.consumer,
+            groups=lease.groups,
+            timeout_s=self.config.plane.fetch_timeout_s,
+            mini=lease.mini,
+            chunk=lease.chunk,
+        )
+        return replace(claim, lease=again)
 
 
 def exposed_wait(claims: Sequence[_Claim], reports: Sequence[Sequence[ForwardReport]]) -> float:
