@@ -8,6 +8,7 @@ from typing import Any
 
 from stretto import switches
 from stretto.config import Config
+from stretto.switches.base import R_WITH_S
 from stretto.wording import shown
 
 
@@ -19,6 +20,14 @@ def told(config: Config, sources: Mapping[str, str]) -> str:
         for switch in switches.ALL
     ]
     return f"condition {switches.condition(config)}: {', '.join(each)}"
+
+
+def closed(config: Config) -> Iterator[str]:
+    """A line for every guard that would refuse a switch that is off. Of the two that exclude one another, no line."""
+    for switch in switches.ALL:
+        if not switch.on(config):
+            reasons = [reason for reason in switch.guards(config) if reason != R_WITH_S]
+            yield from (f"{switch.letter} could not be switched on: {reason}" for reason in reasons)
 
 
 def crowded(config: Config, cores: int) -> str:

@@ -301,8 +301,8 @@ class SftConfig(Block):
 
 
 class SwitchesConfig(Block):
-    processor_pool: NonNegativeInt = Field(
-        0, description="P: processes that process prompts; 0: one thread of the rollout process"
+    processor_pool: int = Field(
+        0, ge=0, le=1024, description="P: processes that process prompts; 0: one thread of the rollout process"
     )
     logprob_reuse: bool = Field(
         False, description="R: the training forward supplies the old-policy log-probs, without a forward of their own"

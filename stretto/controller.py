@@ -203,7 +203,8 @@ def open_run(
             )
         alarm = GapAlarm(config, lambda told: manifest.add(alarms=told))
         try:
-            progress.note(conditions.told(config, sources))
+            for line in (conditions.told(config, sources), *conditions.closed(config)):
+                progress.note(line)
             progress.note("starting Ray, the data plane, the actor and the rollout engine")
             with (
                 Cluster(config, place, progress.note) as cluster,

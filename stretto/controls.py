@@ -21,7 +21,7 @@ def read_controls(environ: Mapping[str, str]) -> Iterator[tuple[str, str, int | 
         if control in environ:
             text = environ[control]
             if control == POOL_SIZE:
-                plain = text.isascii() and text.isdigit() and text == str(int(text))
+                plain = text.isascii() and text.isdigit() and len(text) < 10 and text == str(int(text))
                 yield control, option, int(text) if plain else None
             else:
                 yield control, option, {"0": False, "1": True}.get(text)

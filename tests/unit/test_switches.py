@@ -133,6 +133,12 @@ def test_a_malformed_control_is_refused_with_the_accepted_forms(control, value):
     assert ("an integer of at least 0" if control == "MM_PROCESSOR_POOL_SIZE" else "0 or 1") in text
 
 
+@pytest.mark.parametrize("size", ["1025", "9" * 5000])  # of the second, int() would raise
+def test_a_pool_that_no_machine_holds_is_refused(size):
+    (text,) = problems({"MM_PROCESSOR_POOL_SIZE": size})
+    assert "MM_PROCESSOR_POOL_SIZE" in text and "an integer of at least 0" in text
+
+
 def test_two_is_a_pool_size_and_no_switch_position():
     assert load(None, [MODEL], {"MM_PROCESSOR_POOL_SIZE": "2"})[0].switches.processor_pool == 2
     (text,) = problems({"HYBRID_PIPELINE_FORWARD": "2"})
@@ -211,6 +217,15 @@ def test_every_broken_guard_is_listed_at_once():
         switches.applied(on)
 
 
+def test_a_start_says_what_would_refuse_each_switch_that_is_off():
+    config = Config.model_validate({"actor": {"epochs": 2, "chunks_per_mini": 1}})
+    lines = list(conditions.closed(config))
+    assert [line.partition(" could not be switched on: ")[0] for line in lines] == ["R", "S"]
+    assert "actor.epochs = 2" in lines[0] and "actor.chunks_per_mini = 1" in lines[1]
+    on = {"switches": {"logprob_reuse": True}}
+    assert not list(conditions.closed(Config.model_validate(on)))  # that R and S exclude one another is no news
+
+
 def test_no_guard_breaks_under_the_defaults():
     assert [switch.guards(config()) for switch in switches.ALL] == [[], [], []]
 
@@ -226,9 +241,9 @@ def test_doctor_says_who_set_each_switch_and_what_would_refuse_it(tmp_path):
     assert any(t.startswith("R  switches.logprob_reuse = false (--set): off") for t in lines)
     assert any(t.strip().startswith("could not be switched on: actor.epochs = 2") for t in lines)
     assert any(t.startswith("S  switches.chunk_overlap = true (file") for t in lines)
-    many = examine(recipe, ["actor.epochs=1"], {"MM_PROCESSOR_POOL_SIZE": "4000"}, thorough=True)
+    many = examine(recipe, ["actor.epochs=1"], {"MM_PROCESSOR_POOL_SIZE": "1000"}, thorough=True)
     (finding,) = [f for f in many.findings if f.topic == "switches"]
-    assert any(t.text.startswith("4000 processor workers, 1 actor rank and 1 engine share ") for t in finding.lines)
+    assert any(t.text.startswith("1000 processor workers, 1 actor rank and 1 engine share ") for t in finding.lines)
 
 
 def test_guards_are_listed_beside_options_that_do_not_fit_together():
