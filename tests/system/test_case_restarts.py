@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from stretto.observe.raw import read_raw
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 SAMPLES = 4
 
 

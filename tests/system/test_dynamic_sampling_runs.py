@@ -16,7 +16,7 @@ from stretto.data.source import open_source
 from stretto.observe.raw import read_raw
 from stretto.settings import load
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 
 def recipe(folder: Path, **rollout: int) -> Path:

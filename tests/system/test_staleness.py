@@ -18,7 +18,7 @@ from stretto.observe.raw import read_raw
 from stretto.observe.trace import read_events
 from stretto.settings import load
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 
 def recipe(folder: Path, bound: int, updates: int = 8) -> Path:
