@@ -173,12 +173,12 @@ class SendingProcess(ActorProcess):
         return self.sender.invite(replica)
 
     @ray.method(concurrency_group=SENDING)
-    def admit(self, replica: int, world: int) -> None:
-        self.sender.join(replica, world)
+    def admit(self, replica: int, group: bytes, world: int) -> None:
+        self.sender.join(replica, group, world)
 
     @ray.method(concurrency_group=SENDING)
-    def send(self, replica: int, weights: DeviceWeights) -> None:
-        self.sender.send(replica, weights)
+    def send(self, replica: int, group: bytes, weights: DeviceWeights) -> None:
+        self.sender.send(replica, group, weights)
 
 
 def _remote(config: Config) -> Any:

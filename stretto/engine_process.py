@@ -91,11 +91,11 @@ class _Sender:
         group: bytes = await _sent(self.rank.invite.remote(self.replica))
         return group
 
-    async def admit(self, world: int) -> None:
-        await _sent(self.rank.admit.remote(self.replica, world))
+    async def admit(self, group: bytes, world: int) -> None:
+        await _sent(self.rank.admit.remote(self.replica, group, world))
 
-    async def send(self) -> None:
-        await _sent(self.rank.send.remote(self.replica, self.weights))
+    async def send(self, group: bytes) -> None:
+        await _sent(self.rank.send.remote(self.replica, group, self.weights))
 
 
 async def _sent(call: Any) -> Any:

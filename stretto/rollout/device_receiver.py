@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from stretto.models.device_io import Communicator, open_ipc, pieces, stamp, view
+from stretto.models.device_io import JOIN_S, SEND_S, Communicator, open_ipc, pieces, stamp, view
 from stretto.types import DeviceWeights, StrettoError
 
 
@@ -24,6 +25,7 @@ class Receiver:
     def join(self, group: bytes, world: int) -> None:
         """Become a member of the sender's group, of ``world`` with the sender. Returns once all are there."""
         self._group = Communicator(group, self.rank + 1, world, self.device)
+        self._group.settle(time.monotonic() + JOIN_S)
 
     def receive(self, sent: bytes) -> Iterator[list[tuple[str, Tensor]]]:
         """The tensors of a version, a few at a time. By CUDA IPC they are the actor's own: never write to them, and
@@ -36,10 +38,10 @@ class Receiver:
             return
         if self._group is None:
             raise StrettoError("the weights were to be sent by NCCL before this engine had joined the sender")
-        stream = torch.cuda.current_stream(self.device)
+        stream, deadline = torch.cuda.current_stream(self.device), time.monotonic() + SEND_S
         for begin, end, tensors in pieces(weights):
             piece = torch.empty(end - begin, dtype=torch.uint8, device=self.device)
-            self._group.broadcast(piece, 0, stream)
+            self._group.broadcast(piece, 0, stream, deadline)
             yield [(weights.metas[i].name, view(piece, weights.metas[i], weights.offsets[i] - begin)) for i in tensors]
 
     def _open(self, weights: DeviceWeights) -> list[tuple[str, Tensor]]:

@@ -28,7 +28,8 @@ class DeviceTransfer(HostTransfer):
     def __init__(self, shapes: Mapping[str, Sequence[int]], workers: int):
         super().__init__(shapes)
         self._workers = workers
-        self._joined = False
+        self._group = b""
+        """Of a sender, once the workers have joined it."""
 
     def check(self, version: int, weights: Weights) -> None:
         if device := _on_device(weights):
@@ -47,11 +48,11 @@ class DeviceTransfer(HostTransfer):
         if sender is None:
             await update(sent)
             return list(device.sample)
-        if not self._joined:
+        if not self._group:
             group, world = await sender.invite(), 1 + self._workers
-            await asyncio.gather(sender.admit(world), update({"group": group, "world": world}))
-            self._joined = True
-        await asyncio.gather(sender.send(), update(sent))
+            await asyncio.gather(sender.admit(group, world), update({"group": group, "world": world}))
+            self._group = group
+        await asyncio.gather(sender.send(self._group), update(sent))
         return list(device.sample)
 
 

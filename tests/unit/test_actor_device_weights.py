@@ -1,11 +1,15 @@
-"""Snapshots of published versions and how they travel. On the CPU: what the bytes are, not how they move."""
+"""Snapshots of published versions and how they travel. On the CPU: what the bytes are, and who waits for whom; NCCL
+itself needs GPUs."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import itertools
 import pickle
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,7 +21,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.actor.device_weights import Snapshots
+from stretto.actor import device_weights
+from stretto.actor.device_weights import Sender, Snapshots
 from stretto.actor.publishing import Publisher
 from stretto.actor.weights import iter_buckets
 from stretto.models import device_io
@@ -27,7 +32,7 @@ from stretto.models.weights_io import load_buckets
 from stretto.rollout import device_receiver
 from stretto.rollout.device_receiver import Receiver
 from stretto.rollout.device_transfer import DeviceTransfer
-from stretto.types import DeviceWeights, StrettoError, TensorMeta
+from stretto.types import DeviceWeights, StrettoError, TensorMeta, WeightsLost
 
 
 def named(model):
@@ -116,6 +121,46 @@ def test_a_version_that_is_being_read_is_not_written_over():
     thread.join()
 
 
+def test_a_version_is_read_by_many_at_once_and_written_over_when_the_last_has_done():
+    model, snapshots = tiny.model(0), Snapshots(1, torch.float32)
+    first = snapshots.take(named(model), 0)
+    second = snapshots.take(named(model), 1)
+    together, taken = threading.Barrier(3), threading.Event()
+    ends = [threading.Event(), threading.Event()]
+    seen = []
+
+    def read(end):
+        with snapshots.reading(first) as buffer:
+            together.wait(10)
+            assert end.wait(10)
+            seen.append(int(stamp(buffer, first.size)))
+
+    def take():
+        snapshots.take(named(model), 2)
+        taken.set()
+
+    readers = [threading.Thread(target=read, args=(end,)) for end in ends]
+    for thread in readers:
+        thread.start()
+    together.wait(10)  # both are reading
+    writer = threading.Thread(target=take)
+    writer.start()
+    assert not taken.wait(0.2)
+    # A writer that waits is not held up by newcomers, and holds up nobody who reads another version.
+    with pytest.raises(WeightsLost, match="version 0 are no longer held"), snapshots.reading(first):
+        pass
+    with snapshots.reading(second) as buffer:
+        assert int(stamp(buffer, second.size)) == second.serial
+    ends[0].set()
+    readers[0].join(10)
+    assert not taken.wait(0.2)
+    ends[1].set()
+    assert taken.wait(10)
+    for thread in (*readers, writer):
+        thread.join(10)
+    assert seen == [first.serial, first.serial]
+
+
 @given(
     st.lists(st.lists(st.integers(1, 300), max_size=3), min_size=1, max_size=12),
     st.sampled_from(["float32", "bfloat16"]),
@@ -162,7 +207,7 @@ class Group:
     def __init__(self, pieces=()):
         self.pieces = list(pieces)
 
-    def broadcast(self, buffer, root, stream):
+    def broadcast(self, buffer, root, stream, deadline):
         if self.pieces:
             buffer.copy_(self.pieces.pop(0))
 
@@ -203,7 +248,9 @@ def test_an_engine_joins_its_sender_once_and_the_sender_sends_while_workers_rece
         return b"group"
 
     sender = SimpleNamespace(
-        invite=lambda: note("invite"), admit=lambda world: note(("admit", world)), send=lambda: note("send")
+        invite=lambda: note("invite"),
+        admit=lambda group, world: note(("admit", group, world)),
+        send=lambda group: note(("send", group)),
     )
     model, snapshots = tiny.model(0), Snapshots(1, torch.float32)
     shapes = {name: tuple(p.shape) for name, p in named(model).items()}
@@ -221,8 +268,9 @@ def test_an_engine_joins_its_sender_once_and_the_sender_sends_while_workers_rece
     asyncio.run(run())
     transfer.close()
     update = ("sent",)
-    joined = ["invite", ("admit", 3), ("group", "world")]
-    assert calls == [*joined, "send", update, "send", update, update, ("path", "size", "tensors")]
+    joined = ["invite", ("admit", b"group", 3), ("group", "world")]
+    send = ("send", b"group")
+    assert calls == [*joined, send, update, send, update, update, ("path", "size", "tensors")]
 
 
 def test_weights_of_another_model_are_refused_before_anything_is_touched():
@@ -233,3 +281,174 @@ def test_weights_of_another_model_are_refused_before_anything_is_touched():
         DeviceTransfer(shapes | {"more": (2,)}, workers=1).check(3, [weights])
     with pytest.raises(StrettoError, match="has shape"):
         DeviceTransfer(shapes | {weights.metas[0].name: (2,)}, workers=1).check(3, [weights])
+
+
+class Nccl:
+    """The library as nccl.h has its non-blocking calls: they answer "in progress" (7) and go on by themselves, until
+    the members that a test says are there have joined, taken what is sent, or failed."""
+
+    def __init__(self):
+        self.made = itertools.count(1)
+        self.groups = itertools.count(1)
+        self.state: dict[int, int] = {}
+        self.aborted: list[int] = []
+        self.sent: list[tuple[int, int]] = []
+        self.there = True
+
+    def ncclGetErrorString(self, code):
+        return b"remote process exited or there was a network error" if code == 6 else b"code %d" % code
+
+    def ncclGetUniqueId(self, made):
+        ctypes.memmove(made, bytes([next(self.groups)]) * device_io.UNIQUE_ID_BYTES, device_io.UNIQUE_ID_BYTES)
+        return 0
+
+    def ncclCommInitRankConfig(self, comm, world, group, rank, config):
+        fields = config._obj
+        assert (fields.size, fields.magic, fields.version, fields.blocking) == (24, 0xCAFEBEEF, 21400, 0)
+        comm._obj.value = next(self.made)
+        self.state[comm._obj.value] = 0 if self.there else 7
+        return self.state[comm._obj.value]
+
+    def ncclCommGetAsyncError(self, comm, state):
+        assert comm.value not in self.aborted, "used after it was freed"
+        state._obj.value = self.state[comm.value]
+        return 0
+
+    def ncclBroadcast(self, sent, received, count, dtype, root, comm, stream):
+        assert comm.value not in self.aborted, "used after it was freed"
+        assert self.state[comm.value] == 0, "used before it was ready"
+        self.sent.append((comm.value, count))
+        return self.state[comm.value]
+
+    def ncclCommAbort(self, comm):
+        self.aborted.append(comm.value)
+        return 0
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    library = Nccl()
+    monkeypatch.setattr(device_io, "_nccl", lambda: library)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    return library
+
+
+class Stream:
+    """What is queued on it is done once ``taken`` is set."""
+
+    def __init__(self, device):
+        self.cuda_stream = 0
+        self.taken = threading.Event()
+        STREAMS.append(self)
+
+    def record_event(self):
+        return SimpleNamespace(query=self.taken.is_set)
+
+
+GPU = torch.device("cuda", 0)
+STREAMS: list[Stream] = []
+
+
+def begun(call, *args):
+    """A thread that runs it, and where its error comes."""
+    errors = []
+
+    def run():
+        try:
+            call(*args)
+        except StrettoError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+def ended(thread, within):
+    began = time.monotonic()
+    thread.join(within)
+    assert not thread.is_alive()
+    return time.monotonic() - began
+
+
+def sender_with(versions=1):
+    model, snapshots = tiny.model(0), Snapshots(2, torch.float32)
+    return Sender(snapshots, GPU), [snapshots.take(named(model), v) for v in range(versions)], snapshots
+
+
+def test_joining_has_a_limit_on_both_sides_and_gives_the_group_up_at_it(nccl, monkeypatch):
+    nccl.there = False
+    monkeypatch.setattr(device_weights, "JOIN_S", 0.2)
+    monkeypatch.setattr(device_receiver, "JOIN_S", 0.2)
+    sender, _, _ = sender_with()
+    group = sender.invite(0)
+    thread, errors = begun(sender.join, 0, group, 2)
+    assert ended(thread, 10) >= 0.15
+    (error,) = errors
+    assert error.startswith("rollout engine 0 did not join the actor: NCCL could not join the group that sends weights")
+    with pytest.raises(StrettoError, match=r"could not join .* \(rank 1 of 2\) in time"):
+        Receiver(GPU, 0).join(group, 2)
+    assert nccl.aborted == [1, 2]
+
+
+def test_a_member_that_fails_while_it_joins_ends_the_wait_at_once(nccl):
+    nccl.there = False
+    sender, _, _ = sender_with()
+    thread, errors = begun(sender.join, 0, sender.invite(0), 2)
+    time.sleep(0.05)
+    nccl.state[1] = 6
+    assert ended(thread, 10) < 5
+    assert "remote process exited" in errors[0] and nccl.aborted == [1]
+
+
+@pytest.mark.parametrize("doing", ["join", "send"])
+def test_a_new_invitation_gives_up_the_one_before_at_once_whatever_it_waits_for(nccl, doing):
+    sender, (weights,), _ = sender_with()
+    group = sender.invite(0)
+    if doing == "join":
+        nccl.there = False
+        thread, errors = begun(sender.join, 0, group, 2)
+        expected = "rollout engine 0 did not join the actor: the group that sends weights was given up"
+    else:
+        sender.join(0, group, 2)
+        thread, errors = begun(sender.send, 0, group, weights)
+        expected = "rollout engine 0 did not take the weights that it asked for: the group that sends weights was given"
+    time.sleep(0.05)
+    assert thread.is_alive()
+    again = sender.invite(0)
+    assert ended(thread, 10) < 5 and errors[0].startswith(expected)
+    assert nccl.aborted == [1]
+    # Calls of the dead engine that come late do not reach its successor.
+    for call in (lambda: sender.join(0, group, 2), lambda: sender.send(0, group, weights)):
+        with pytest.raises(StrettoError, match="engine 0 was replaced"):
+            call()
+    nccl.there = True
+    sender.join(0, again, 2)
+    thread, errors = begun(sender.send, 0, again, weights)
+    STREAMS[-1].taken.set()
+    ended(thread, 10)
+    assert not errors and nccl.aborted == [1] and nccl.sent[-1] == (2, weights.size)
+
+
+def test_one_that_does_not_take_its_weights_holds_up_no_other_and_is_given_up_at_the_limit(nccl, monkeypatch):
+    monkeypatch.setattr(device_weights, "SEND_S", 3.0)
+    sender, (weights,), snapshots = sender_with()
+    groups = [sender.invite(replica) for replica in range(2)]
+    streams = []
+    for replica, group in enumerate(groups):
+        sender.join(replica, group, 2)
+        streams.append(STREAMS[-1])
+    stuck, errors = begun(sender.send, 0, groups[0], weights)
+    time.sleep(0.05)
+    well, none = begun(sender.send, 1, groups[1], weights)  # the same version
+    streams[1].taken.set()
+    ended(well, 2)
+    assert stuck.is_alive() and not none
+    ended(stuck, 10)
+    assert errors == [
+        "rollout engine 0 did not take the weights that it asked for: NCCL could not send weights in time"
+    ]
+    assert nccl.aborted == [1] and [count for _, count in nccl.sent] == [weights.size] * 2
+    for version in range(1, 5):  # nobody reads any more
+        snapshots.take(named(tiny.model(0)), version)
