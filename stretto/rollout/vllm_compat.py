@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,27 @@ def expect_end(llm: Any) -> None:
     llm.engine_core.resources.engine_dead = True
     if llm.output_handler is not None:
         llm.output_handler.cancel()
+
+
+def meet_at_one_address() -> None:
+    """To be called in a worker before it meets the others: the store that they meet at, where torch's would listen on
+    every interface of the machine, listens at the address that it is named by. (0.32 needs none for a single worker.)
+    """
+    rendezvous: Any = import_module("torch.distributed.rendezvous")  # a function of that name hides it
+    made = rendezvous.TCPStore
+
+    def bound(
+        host_name: str, port: int, world_size: Any = None, is_master: bool = False, *args: Any, **more: Any
+    ) -> Any:
+        if is_master:
+            family, _, _, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family)
+            listener.bind(address)
+            listener.listen()
+            more["master_listen_fd"] = listener.detach()
+        return made(host_name, port, world_size, is_master, *args, **more)
+
+    rendezvous.TCPStore = bound
 
 
 def is_refusal(error: Exception) -> bool:

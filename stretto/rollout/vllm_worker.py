@@ -1,7 +1,7 @@
 """What runs in vLLM's worker processes: the workers' half of each transfer, and what they say of their weights.
 
-vLLM loads it by name (``worker_extension_cls``) before it builds a model. Importing it registers the transfer and ties
-the process to its engine.
+vLLM loads it by name (``worker_extension_cls``) before it builds a model. Importing it registers the transfers, ties
+the process to its engine, and keeps it from listening where it need not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from stretto.models.loading import DTYPES
-from stretto.rollout import vllm_held
+from stretto.rollout import vllm_compat, vllm_held
 from stretto.rollout.device_receiver import Receiver
 from stretto.rollout.device_transfer import DeviceTransfer
 from stretto.rollout.vllm_processes import end_with_the_engine
@@ -145,6 +145,7 @@ class WeightsOnDevice(HostWeights):
 WeightTransferEngineFactory.register_engine(HostTransfer.backend, HostWeights)
 WeightTransferEngineFactory.register_engine(DeviceTransfer.backend, WeightsOnDevice)
 end_with_the_engine()
+vllm_compat.meet_at_one_address()
 
 
 class WorkerExtension:

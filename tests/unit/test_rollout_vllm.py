@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -158,3 +159,34 @@ def test_a_worker_ends_with_its_engine_and_takes_the_core_along_but_nobody_who_a
     )
     said, _ = parent.communicate(timeout=60)
     assert (parent.returncode, said.strip()) == ((-9, "") if of_the_engine else (0, "-9"))
+
+
+MEETING = """
+import sys
+import psutil
+import torch.distributed as dist
+from stretto.rollout.vllm_compat import meet_at_one_address
+
+meet_at_one_address()
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", world_size=2, rank=int(sys.argv[1]))
+dist.barrier()
+print(*{c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN})
+dist.barrier()
+"""
+
+
+def test_workers_that_meet_at_loopback_listen_there_alone():
+    """By itself torch's store listens on every interface ("::")."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEETING, rank, port], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for rank in "01"
+    ]
+    heard = {ip for worker in workers for ip in worker.communicate(timeout=100)[0].split()}
+    assert [worker.returncode for worker in workers] == [0, 0]
+    assert heard <= {"127.0.0.1", "::ffff:127.0.0.1"} and "127.0.0.1" in heard
