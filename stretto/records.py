@@ -50,7 +50,9 @@ class Step:
         lengths = [n for r in records for n in r.response_tokens]
         truncated = [t for r in records for t in r.truncated]
         self.metrics |= {
-            name: v for name, v in rollout.items() if name.startswith(("rollout_", "reward_", "engine_", "processor_"))
+            name: v
+            for name, v in rollout.items()
+            if name.startswith(("rollout_", "reward_", "engine_", "processor_", "begun_again_"))
         }
         self.metrics |= {
             "exposed_wait_s": batch.exposed_wait_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 from stretto.observe.metrics import read_metrics
 from stretto.observe.progress import PlainProgress
@@ -86,3 +87,38 @@ def test_what_an_update_did_not_learn_from_is_said_once_and_at_every_tenth(tmp_p
         "a processor worker ended and was replaced (2 so far), before update 17",
     ]
     assert "algorithm.truncated" in said[0] and "not finite" in said[2]
+
+
+def test_what_the_rollout_side_counts_is_in_the_line_of_its_update():
+    record = SimpleNamespace(
+        partition=3,
+        version_start=(2, 3),
+        version_end=(3, 3),
+        response_tokens=(4, 2),
+        truncated=(True, False),
+        tokens=16,
+        images=1,
+        patches=8,
+    )
+    chunk = SimpleNamespace(ranks=[[0, 1]], fill=0.5)
+    batch = SimpleNamespace(
+        records=[record],
+        minis=[SimpleNamespace(chunks=[chunk])],
+        exposed_wait_s=0.5,
+        forwards=[(1.0, 1.25)],
+        overlap=lambda last_put_s: 0.0,
+        fetched_bytes=7,
+    )
+    step = Step(3)
+    step.add(batch, {"last_put_s": 1.0, "put_bytes": 5, "engine_restarts": 1, "begun_again_groups": 8})
+    expected = {
+        "engine_restarts": 1,
+        "begun_again_groups": 8,
+        "mixed_version_samples": 1,
+        "staleness_mean": 0.5,
+        "staleness_max": 1,
+        "response_tokens": 6,
+        "truncated_fraction": 0.5,
+    }
+    assert {name: step.metrics[name] for name in expected} == expected
+    assert "last_put_s" not in step.metrics
