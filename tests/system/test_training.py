@@ -106,8 +106,12 @@ def test_partition_k_is_generated_by_version_k_minus_s(straight, staleness):
     ]
 
 
-def test_generation_of_the_next_partition_overlaps_training_at_s_1_and_never_at_s_0(straight):
+@pytest.mark.long  # short: that every stamp is k - s, tests/unit/test_rollout_staleness.py
+def test_generation_never_overlaps_training_at_s_0(straight):
     assert overlap(read_events(straight(0) / "events.jsonl"), "rollout.generate", "actor.train") == 0
+
+
+def test_generation_of_the_next_partition_overlaps_training_at_s_1(straight):
     events = read_events(straight(1) / "events.jsonl")
     trained = {e["partition"]: (e["start_ns"], e["end_ns"]) for e in events if e["name"] == "actor.train"}
     generated = [e for e in events if e["name"] == "rollout.generate"]
@@ -116,7 +120,9 @@ def test_generation_of_the_next_partition_overlaps_training_at_s_1_and_never_at_
     assert overlap(events, "rollout.generate", "actor.train") > 0
 
 
-@pytest.mark.parametrize("staleness", [0, 1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "staleness", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(2, marks=pytest.mark.long)]
+)
 def test_the_ratio_is_one_and_every_sample_is_trained_once(straight, staleness):
     for k, row in enumerate(running.jsonl(straight(staleness), "metrics.jsonl")):
         assert row["ratio_deviation_max"] == 0 and row["update_skipped"] == 0
