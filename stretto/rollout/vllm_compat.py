@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -29,6 +30,10 @@ ENVIRONMENT = {
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """The engine's process is pinned already."""
+NO_NEWS = "ignore:resource_tracker:UserWarning"
+"""Python's tracker of shared memory, which inherits this, would end with a warning for every name that
+``unlink_segments`` took away before it.
+"""
 
 
 def release() -> str:
@@ -53,6 +58,8 @@ def prepare_environment(device: str, threads: int, *, loopback: bool) -> None:
     os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
     if device == "cpu":
         os.environ["OMP_NUM_THREADS"] = str(threads)
+    if NO_NEWS not in sys.warnoptions:
+        sys.warnoptions.append(NO_NEWS)
 
 
 def argument_names() -> set[str]:

@@ -161,6 +161,21 @@ def test_a_worker_ends_with_its_engine_and_takes_the_core_along_but_nobody_who_a
     assert (parent.returncode, said.strip()) == ((-9, "") if of_the_engine else (0, "-9"))
 
 
+UNLINKED = """
+import os
+from multiprocessing.shared_memory import SharedMemory
+from stretto.rollout.vllm_compat import prepare_environment
+
+prepare_environment("cpu", 1, loopback=True)
+os.unlink("/dev/shm/" + SharedMemory(create=True, size=64).name)
+"""
+
+
+def test_shared_memory_that_lost_its_name_early_is_not_told_to_the_user():
+    process = subprocess.run([sys.executable, "-c", UNLINKED], capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stderr) == (0, "")
+
+
 MEETING = """
 import sys
 import psutil
